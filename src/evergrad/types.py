@@ -1,0 +1,384 @@
+"""The nouns that travel between rooms.
+
+Every value that crosses a room's border is defined here, frozen, with a worked example. The file imports neither torch nor
+any room, so that the client, the command line and the tests of one room load nothing they do not need.
+
+The walk of one rollout, and the noun at each stop::
+
+    envs.Taskset ──Task──▶ rollouts.run_rollout ──Rollout──▶ rollouts.assign_advantages ──TrainingSample──▶
+    rollouts.Buffer ──TrainingBatch──▶ training.Trainer ──tensors, policy_version──▶ transfer ──▶ inference engine
+    registry ──ModelVersion──▶ evals ──EvalReport──▶ ledger ──CostEntry──▶ evals.gate ──Verdict──▶ registry.promote
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any
+
+
+class EvergradError(Exception):
+    """An error for the user: what went wrong, where, and what to do next.
+
+    >>> str(EvergradError("no chat template", where="models/my-model", hint="add chat_template.jinja to the folder"))
+    'no chat template (models/my-model). Next: add chat_template.jinja to the folder'
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what, self.where, self.hint = what, where, hint
+        place = f" ({where})" if where else ""
+        advice = f". Next: {hint}" if hint else ""
+        super().__init__(f"{what}{place}{advice}")
+
+
+class Outcome(StrEnum):
+    """How a rollout ended; exactly one of these.
+
+    Only ``SCORED`` and ``POLICY_FAULT`` enter a gradient or a baseline. The other two are counted, priced and retried.
+    """
+
+    SCORED = "scored"
+    """The verifier gave a finite reward, zero included."""
+    POLICY_FAULT = "policy_fault"
+    """The model's own doing: out of turns or tokens, truncated, unparsable to the end. Scored by policy (default 0)."""
+    ENVIRONMENT_FAULT = "environment_fault"
+    """A tool, sandbox, engine or network failed; says nothing about the policy."""
+    VERIFIER_FAULT = "verifier_fault"
+    """The verifier raised, timed out, or gave no finite number."""
+
+    @property
+    def trainable(self) -> bool:
+        return self in (Outcome.SCORED, Outcome.POLICY_FAULT)
+
+
+class FinishReason(StrEnum):
+    """Why one completion ended. ``LENGTH`` is the only truncation; it is never guessed from the last token."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens and seconds that were spent; adds with ``+``. Costs travel as usage on the data, never as dollars.
+
+    >>> Usage(prompt_tokens=40, cached_tokens=32, completion_tokens=9) + Usage(prompt_tokens=60, completion_tokens=5)
+    Usage(prompt_tokens=100, cached_tokens=32, completion_tokens=14, seconds=0.0)
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were reused; part of ``prompt_tokens``."""
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    """Wall seconds between request and answer, queueing included."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message.
+
+    >>> Message("user", "Please refund order 50F.").as_dict()
+    {'role': 'user', 'content': 'Please refund order 50F.'}
+    """
+
+    role: str
+    """``system``, ``user``, ``assistant`` or ``tool``."""
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """What a model is told of one tool.
+
+    >>> ToolSpec("refund", "if window open", {"id": "str", "amount": "int"}).signature
+    'refund(id, amount): if window open'
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, str]
+    """Parameter name to type name, in the order of the function's signature."""
+
+    @property
+    def signature(self) -> str:
+        note = f": {self.description}" if self.description else ""
+        return f"{self.name}({', '.join(self.parameters)}){note}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The budget of one rollout; every await inside it is bounded by one of these."""
+
+    max_turns: int = 6
+    max_tokens_per_turn: int = 32
+    max_total_tokens: int = 512
+    """Prompt and completion tokens of the longest turn together."""
+    tool_timeout_s: float = 10.0
+    score_timeout_s: float = 10.0
+    generate_timeout_s: float = 300.0
+    rollout_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do, before anyone tries it.
+
+    >>> task = Task("support_desk/3f9a", "support_desk", (Message("user", "Please refund order 50F."),))
+    >>> task.limits.max_turns
+    6
+    """
+
+    task_id: str
+    """``environment/content-hash``: equal content has an equal id, wherever and whenever it was made."""
+    environment: str
+    prompt: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment needs to run and verify the task; plain JSON values. ``metadata["slice"]`` names a slice that
+    reports break scores down by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. ``logprobs`` of a completion are those of this very distribution.
+
+    >>> Sampling(temperature=0.0).greedy
+    True
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    max_tokens: int = 32
+    stop_token_ids: tuple[int, ...] = ()
+    """A stop token ends the completion and is its last token."""
+    seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpan:
+    """Tokens ``[start, end)`` of a completion were sampled under ``policy_version``."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled, as sampled.
+
+    >>> done = Completion((5, 9, 2), (-0.1, -0.7, -0.01), FinishReason.STOP, (PolicySpan(4, 0, 3),))
+    >>> done.min_policy_version
+    4
+    """
+
+    token_ids: tuple[int, ...]
+    """Sampled ids, the stop token included."""
+    logprobs: tuple[float, ...]
+    """Natural-log probability of each sampled id under the distribution it was drawn from; same length."""
+    finish_reason: FinishReason
+    policy_spans: tuple[PolicySpan, ...]
+    """Cover all tokens, in order, without gap."""
+    usage: Usage = Usage()
+
+    @property
+    def min_policy_version(self) -> int:
+        return min(span.policy_version for span in self.policy_spans)
+
+    @property
+    def max_policy_version(self) -> int:
+        return max(span.policy_version for span in self.policy_spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model call inside a rollout.
+
+    ``messages`` are those that are new since the turn before: what the model was shown, then what it said.
+    """
+
+    messages: tuple[Message, ...]
+    prompt_token_ids: tuple[int, ...]
+    """The whole context of this call, exactly as the engine saw it."""
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One try at one task, ended.
+
+    >>> Rollout("r1", "g1", "colors/ab12", (), Outcome.SCORED, 1.0).outcome.trainable
+    True
+    """
+
+    rollout_id: str
+    group_id: str
+    task_id: str
+    turns: tuple[Turn, ...]
+    outcome: Outcome
+    reward: float | None
+    """Finite for ``SCORED`` and ``POLICY_FAULT``; ``None`` for the two faults that say nothing about the policy."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    usage: Usage = Usage()
+    source: str = "train"
+    """``train``, ``eval``, ``demonstration`` or ``live``."""
+    slice: str = ""
+    fault: str = ""
+    """Why it is not ``SCORED``; empty otherwise."""
+    temperature: float = 1.0
+
+    @property
+    def success(self) -> bool:
+        return self.reward is not None and self.reward >= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """Rollouts of one task that share a baseline."""
+
+    group_id: str
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """One token sequence to learn from; all tuples have the same length.
+
+    Only positions with ``loss_mask`` 1 were sampled by the policy; there, ``logprobs`` and ``advantages`` hold the behaviour
+    log-probability and the advantage, elsewhere 0.0.
+
+    >>> sample = TrainingSample((7, 8, 9), (0, 1, 1), (0.0, -0.5, -0.2), (0.0, 1.0, 1.0), 3, 3)
+    >>> sum(sample.loss_mask)
+    2
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+    min_policy_version: int
+    max_policy_version: int
+    temperature: float = 1.0
+    """Of the distribution that ``logprobs`` belong to; the trainer scores under the same one."""
+    rollout_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """Samples of one optimizer step. The loss divides by ``num_valid_tokens``, however the batch is cut."""
+
+    samples: tuple[TrainingSample, ...]
+    num_valid_tokens: int
+    """Positions with ``loss_mask`` 1 over all samples, zero-advantage ones included, over-age ones excluded."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the data itself: reward, staleness, lengths, outcome counts. They ride with the batch they describe."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """A checkpoint that may be evaluated, promoted and served."""
+
+    version_id: str
+    parent_id: str | None
+    policy_version: int
+    weights_uri: str
+    """A folder: whole Hugging Face weights, or a PEFT adapter whose config names its base."""
+    base_model: str
+    recipe_hash: str
+    created_at: str
+    """UTC, ISO 8601."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """Scores of one version on one suite, one entry per task, so that two reports can be paired.
+
+    >>> report = EvalReport("v1", "support_desk@v1/gate", {"t1": 1.0, "t2": 0.0}, suite_hash="ab")
+    >>> report.mean
+    0.5
+    """
+
+    version_id: str
+    suite: str
+    scores: Mapping[str, float]
+    """Task id to reward; policy faults score 0, the other faults are absent here and listed in ``missing``."""
+    suite_hash: str
+    """Over the task ids, limits and sampling settings: reports pair only when it agrees."""
+    missing: tuple[str, ...] = ()
+    slices: Mapping[str, str] = field(default_factory=dict)
+    """Task id to slice name."""
+    usage: Usage = Usage()
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> float | None:
+        return sum(self.scores.values()) / len(self.scores) if self.scores else None
+
+    def slice_means(self) -> dict[str, float]:
+        """Mean score by slice name."""
+        grouped: dict[str, list[float]] = {}
+        for task_id, score in self.scores.items():
+            grouped.setdefault(self.slices.get(task_id, ""), []).append(score)
+        return {name: sum(values) / len(values) for name, values in sorted(grouped.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The gate's ruling, with the numbers it rests on."""
+
+    promote: bool
+    reasons: tuple[str, ...]
+    """One sentence each; for a refusal, all that failed."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values: n, wins, losses, delta, ci95, p_value, alpha, guards, costs, report hashes."""
+    candidate_id: str = ""
+    incumbent_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostEntry:
+    """One priced quantity, append-only.
+
+    >>> CostEntry("k", "cycle-1", "rollout", "cpu_core_s", Decimal("120"), Decimal("0.00001"), Decimal("0.0012")).usd
+    Decimal('0.0012')
+    """
+
+    idempotency_key: str
+    subject: str
+    """What it was spent on: a run, cycle, version or task."""
+    phase: str
+    resource: str
+    quantity: Decimal
+    unit_price: Decimal | None
+    """USD per unit of ``resource``; ``None`` when the price book does not know it."""
+    usd: Decimal | None
+    """``quantity × unit_price``; ``None``, never 0, when unpriced."""
+    price_book: str = ""
+    """Hash of the price book that priced it."""
+    at: str = ""
+    """UTC, ISO 8601."""
+    tokens: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
