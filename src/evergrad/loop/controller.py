@@ -1,0 +1,110 @@
+"""The loop: turns cycles until the budget ends.
+
+One cycle, and the room each stop lies in::
+
+    trigger ─▶ WARM_START ─▶ LEARN ─────────────▶ MEASURE ──────────────▶ WATCH ─▶ trigger of the next cycle
+               training      envs, rollouts,      registry, evals,        inference (serving),
+               (SFT)         training, transfer,  ledger, gate,           envs (traffic)
+                             inference            promote
+
+    WARM_START  consumes demonstrations;            waits for the trainer;   unblocks LEARN by publishing version 1.
+    LEARN       consumes tasks, then batches;       waits for slots, then    unblocks itself: each update frees slots.
+                see ``_learning.py``                for whole batches;
+    MEASURE     consumes the last weights;          waits for paired evals;  unblocks serving by moving the alias.
+    WATCH       consumes live rollouts;             waits for traffic;       unblocks the next cycle by a trigger.
+
+Every stage can be entered again: its progress is in ``state.json``, which is saved together with each checkpoint. A worker
+that dies takes the same way as a killed controller: everything stops, and the loop goes on from the last saved state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from evergrad.config import load_config
+from evergrad.envs import load_environment
+from evergrad.loop._console import LoopConsole
+from evergrad.loop._folder import LoopState, RunFolder, Stage
+from evergrad.loop._learning import learn, warm_start
+from evergrad.loop._measuring import measure
+from evergrad.loop._session import Session
+from evergrad.loop._watching import watch
+from evergrad.loop.config import RunConfig
+from evergrad.loop.placement import WorkerDied
+from evergrad.types import EvergradError
+
+
+def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Path | None = None) -> Path:
+    """Runs or goes on with the run that ``config_path`` describes; returns its folder.
+
+    Raises:
+        EvergradError: bad configuration, a folder in use or of another run, a worker that keeps dying, a full disk.
+    """
+    config = load_config(RunConfig, config_path, overrides or ())
+    console = LoopConsole()
+    load_environment(config.environment.name)  # fails here, before anything is started or written
+    folder = RunFolder(run_dir or Path("runs") / config.name, config)
+    try:
+        asyncio.run(_run(config, folder, console))
+    except OSError as error:
+        raise EvergradError(
+            f"could not write: {error}", where=str(folder.path), hint="free space, then run again: it goes on from the last whole state"
+        ) from error
+    finally:
+        folder.close()
+    return folder.path
+
+
+async def _run(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
+    restarts = 0
+    while True:
+        try:
+            async with Session(config, folder, console) as session:
+                await _supervised(session)
+            return
+        except WorkerDied as death:
+            restarts += 1
+            console.note(f"{death}", style="red")
+            if restarts > config.placement.max_restarts:
+                raise
+            console.note(f"going on from the last saved state (restart {restarts} of {config.placement.max_restarts})")
+
+
+async def _supervised(session: Session) -> None:
+    """Turns cycles beside a watch over the workers; the first to fail ends both, and a death names the cause."""
+    work = asyncio.create_task(_turn_cycles(session), name="cycles")
+    deaths = asyncio.create_task(session.placement.watch(), name="workers")
+    try:
+        await asyncio.wait({work, deaths}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done() and work.exception() is not None:
+            # A request that failed and the death behind it are seen in either order; the death says more.
+            await asyncio.wait({deaths}, timeout=2.0)
+        if deaths.done():
+            deaths.result()
+        await work
+    finally:
+        for task in (work, deaths):
+            task.cancel()
+        await asyncio.gather(work, deaths, return_exceptions=True)
+
+
+async def _turn_cycles(session: Session) -> None:
+    state = session.state
+    stages: dict[Stage, Any] = {Stage.WARM_START: warm_start, Stage.LEARN: learn, Stage.MEASURE: measure, Stage.WATCH: watch}
+    while state.stage is not Stage.DONE:
+        if state.stage is Stage.WARM_START and state.step == 0:
+            _begin_cycle(session, state)
+        following = await stages[state.stage](session)
+        session.enter(following)
+        session.write_report()
+    session.finish()
+
+
+def _begin_cycle(session: Session, state: LoopState) -> None:
+    if state.cycle_started.get("cycle") == state.cycle:
+        return
+    usd = session.spent_usd()
+    state.cycle_started = {"cycle": state.cycle, "usd": usd or 0.0, "wall_s": session.wall_s()}
+    session.event(f"cycle {state.cycle} begins: {state.trigger}")
