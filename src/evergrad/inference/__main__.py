@@ -55,7 +55,9 @@ def _serve(arguments: argparse.Namespace) -> None:
         listener.bind((arguments.host, arguments.port))
     except OSError as error:
         raise EngineError(
-            f"port {arguments.port} cannot be bound: {error.strerror}", where=arguments.host, hint="give --port 0 for a free one"
+            f"port {arguments.port} cannot be bound: {error.strerror}",
+            where=arguments.host,
+            hint="give --port 0 for a free one",
         ) from error
     import uvicorn
 

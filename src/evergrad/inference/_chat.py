@@ -46,9 +46,7 @@ class ChatFormat:
         messages = [{"role": message.role, "content": message.text()} for message in body.messages]
         try:
             # The template writes every special token itself; the tokenizer must not add its own on top.
-            encoded = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
+            encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
         except Exception as error:
             raise EngineError(f"the chat template refuses these messages: {error}", where="messages") from error
         return tuple(encoded["input_ids"])

@@ -86,7 +86,7 @@ class Model:
         return logits
 
     def check(self, tensors: Mapping[str, torch.Tensor], *, whole: bool) -> dict[str, torch.Tensor]:
-        """What :meth:`bind` needs: by canonical name, on the engine's device, in its dtype; not copied where that holds already.
+        """What :meth:`bind` needs: by canonical name, on the engine's device, in its dtype; no copy where that holds already.
 
         Args:
             whole: Every parameter must be there; else those that are not are the base's.

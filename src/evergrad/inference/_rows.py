@@ -10,7 +10,6 @@ import numpy as np
 from evergrad.inference._blocks import ChainId
 from evergrad.types import FinishReason, PolicySpan, Sampling
 
-
 Order = tuple[int, str, int, int]
 """Place in the queue: requests of open sessions first, then session, arrival, and index of the sample."""
 

@@ -37,7 +37,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._joinable: dict[tuple[tuple[int, ...], Distribution], Row] = {}
 
-    def enqueue(self, token_ids: tuple[int, ...], distribution: Distribution, samples: list[Sample], order: Order) -> None:
+    def enqueue(self, token_ids: tuple[int, ...], distribution: Distribution, samples: list[Sample], order: Order) -> Row:
         """Puts samples in the queue: in the row of an equal request that waits too, else in a row of their own."""
         row = self._joinable.get((token_ids, distribution))
         if row is None:
@@ -46,6 +46,7 @@ class Scheduler:
             self.waiting.append(row)
         row.samples.extend(samples)
         row.order = min(row.order, order)
+        return row
 
     def next_step(self) -> list[Chunk]:
         """The chunks of the next step, running rows first. Blocks are taken, and what they will hold is remembered."""

@@ -32,7 +32,11 @@ class EngineClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(
-            base_url=self.base_url, headers=headers, limits=limits, timeout=httpx.Timeout(timeout_s, connect=10.0), trust_env=False
+            base_url=self.base_url,
+            headers=headers,
+            limits=limits,
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            trust_env=False,
         )
 
     async def __call__(

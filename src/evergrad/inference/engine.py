@@ -124,7 +124,9 @@ class Engine:
         if seed is None:
             seed = _derived_seed(self.config.seed, *group)
         samples = [
-            Sample(request.request_id, index, request.sampling, seed if index == 0 else _derived_seed(seed, index), (*group, index))
+            Sample(
+                request.request_id, index, request.sampling, seed if index == 0 else _derived_seed(seed, index), (*group, index)
+            )
             for index in range(request.n)
         ]
         row = self._scheduler.enqueue(request.token_ids, Distribution.of(request.sampling), samples, samples[0].order)

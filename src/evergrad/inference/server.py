@@ -68,9 +68,7 @@ class EngineServer:
     def __init__(self, engine: Engine, token: str | None, on_ready: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
         self.chat = ChatFormat(Path(engine.config.model), engine.model.eos_token_ids)
-        self.served_names: tuple[str, ...] = tuple(
-            dict.fromkeys((*engine.config.served_names, Path(engine.config.model).name))
-        )
+        self.served_names: tuple[str, ...] = tuple(dict.fromkeys((*engine.config.served_names, Path(engine.config.model).name)))
         self._token, self._on_ready = token, on_ready
         self._queues: dict[str, asyncio.Queue[Event | Exception]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -252,7 +250,10 @@ class EngineServer:
     def _check_model(self, name: str) -> None:
         if name not in self.served_names:
             raise HttpError(
-                404, f"the model '{name}' is not served: {nearest(name, self.served_names)}", code="model_not_found", param="model"
+                404,
+                f"the model '{name}' is not served: {nearest(name, self.served_names)}",
+                code="model_not_found",
+                param="model",
             )
 
     # ---- health
@@ -408,9 +409,7 @@ class _ChatReply:
             yield _sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
-    async def _pieces(
-        self, first: Event, events: AsyncIterator[Event]
-    ) -> AsyncIterator[tuple[int, str, str | None, _Answer]]:
+    async def _pieces(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, str, str | None, _Answer]]:
         try:
             event: Event | None = first
             while event is not None:
