@@ -7,9 +7,9 @@ Write an environment as one class (``examples/my_environment.py``), take its tas
 from evergrad.envs._admission import AdmissionReport, Check, play, test_environment
 from evergrad.envs._calls import Call, Malformed, format_call, parse_reply
 from evergrad.envs._environment import (
+    EnvError,
     Environment,
     EnvironmentConfig,
-    EnvError,
     TaskRow,
     ToolCall,
     ToolError,

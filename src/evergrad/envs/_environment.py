@@ -14,7 +14,7 @@ import typing
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, overload
 
 from evergrad.config import Config
 from evergrad.envs._calls import type_name
@@ -86,7 +86,11 @@ class RewardPart:
     weight: float
 
 
-def tool(method: Method | None = None, *, name: str = "", contract: str | None = None) -> Any:
+@overload
+def tool(method: Method) -> Method: ...
+@overload
+def tool(*, name: str = "", contract: str | None = None) -> Callable[[Method], Method]: ...
+def tool(method: Method | None = None, *, name: str = "", contract: str | None = None) -> Method | Callable[[Method], Method]:
     """Marks an async method as a tool; its name, parameters and docstring are all that the model is told.
 
     Parameters must be annotated ``str``, ``int``, ``float``, ``bool`` or ``Literal``. Keep the docstring to the few words
@@ -104,8 +108,12 @@ def tool(method: Method | None = None, *, name: str = "", contract: str | None =
     return mark if method is None else mark(method)
 
 
-def reward(method: Method | None = None, *, weight: float = 1.0) -> Any:
-    """Marks ``async def method(self, answer: str) -> float`` as a part of the reward, which is the weighted sum of its parts."""
+@overload
+def reward(method: Method) -> Method: ...
+@overload
+def reward(*, weight: float) -> Callable[[Method], Method]: ...
+def reward(method: Method | None = None, *, weight: float = 1.0) -> Method | Callable[[Method], Method]:
+    """Marks ``async def method(self, answer: str) -> float``; the reward is the weighted sum of all that are marked."""
 
     def mark(marked: Method) -> Method:
         marked.__evergrad_reward__ = float(weight)  # type: ignore[attr-defined]
@@ -142,10 +150,8 @@ class Environment:
         if "name" not in cls.__dict__:
             cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         members = [(attribute, inspect.getattr_static(cls, attribute)) for attribute in _ordered_attributes(cls)]
-        cls._tools = tuple(_bind_tool(cls, attribute, member) for attribute, member in members if hasattr(member, "__evergrad_tool__"))
-        cls._rewards = tuple(
-            _bind_reward(cls, attribute, member) for attribute, member in members if hasattr(member, "__evergrad_reward__")
-        )
+        cls._tools = tuple(_bind_tool(cls, name, each) for name, each in members if hasattr(each, "__evergrad_tool__"))
+        cls._rewards = tuple(_bind_reward(cls, name, each) for name, each in members if hasattr(each, "__evergrad_reward__"))
 
     @classmethod
     def tasks(cls, rng: Random, config: Any) -> Iterator[TaskRow]:
@@ -257,5 +263,6 @@ def _bind_reward(cls: type[Environment], attribute: str, member: Any) -> RewardP
     if not inspect.iscoroutinefunction(member):
         raise EnvError("a @reward must be an async method", where=where)
     if len(inspect.signature(member).parameters) != 2:
-        raise EnvError("a @reward takes self and the answer", where=where, hint=f"write 'async def {attribute}(self, answer: str) -> float'")
+        hint = f"write 'async def {attribute}(self, answer: str) -> float'"
+        raise EnvError("a @reward takes self and the answer", where=where, hint=hint)
     return RewardPart(attribute, member.__evergrad_reward__)

@@ -16,9 +16,12 @@ from evergrad.envs._calls import Call, Malformed, convert, parse_reply
 from evergrad.envs._environment import BoundTool, Environment, ToolCall, ToolError
 from evergrad.types import Message
 
-
 _CAUGHT = (Exception, SystemExit)
 """What code of an environment may raise without ending the process; a cancelled rollout stays cancelled."""
+
+
+MAX_REWARD = 1e9
+"""A larger one is a broken verifier, and would drown every other advantage."""
 
 
 class EnvironmentFault(Exception):
@@ -78,7 +81,8 @@ class Episode:
         if parsed is None:
             self.answer = text.strip()
             return None
-        name, arguments, result = parsed.name, {}, self._refuse(parsed)
+        name, result = parsed.name, self._refuse(parsed)
+        arguments: dict[str, Any] = {}
         if isinstance(parsed, Call) and not result:
             arguments, result = self._arguments(self._tools[name], parsed)
             result = result or await self._run(self._tools[name], arguments)
@@ -94,14 +98,12 @@ class Episode:
                 value = await bounded(getattr(self.environment, part.method)(answer), self._limits.score_timeout_s)
             except _CAUGHT as error:
                 raise VerifierFault(f"{part.method} {_describe(error)}") from error
-            if isinstance(value, str) or not _finite(value):
-                raise VerifierFault(f"{part.method} gave {value!r}, not a finite number"[:200])
+            if isinstance(value, str) or not _finite(value) or abs(value) > MAX_REWARD:
+                raise VerifierFault(f"{part.method} gave {value!r}, not a number within ±{MAX_REWARD:g}"[:200])
             parts[part.method] = float(value)
             total += part.weight * float(value)
         if not parts:
             raise VerifierFault("the environment has no @reward method")
-        if not math.isfinite(total):
-            raise VerifierFault("the sum of the rewards is not finite")
         return Score(total, parts)
 
     async def close(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from evergrad.config import nearest
-from evergrad.envs._environment import Environment, EnvError
+from evergrad.envs._environment import EnvError, Environment
 
 ENVIRONMENTS: dict[str, str] = {
     "support_desk": "evergrad.envs.support_desk:SupportDesk",
@@ -44,7 +44,8 @@ def load_environment(name_or_path: str) -> type[Environment]:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise EnvError("environment file not found", where=str(path), hint="check the path; built in: " + ", ".join(environment_names()))
+        hint = f"check the path; built in: {', '.join(environment_names())}"
+        raise EnvError("environment file not found", where=str(path), hint=hint)
     # The name holds the content's hash: an edited file is another module, and two files of one name do not meet.
     digest = hashlib.sha256(path.read_bytes() + str(path.resolve()).encode()).hexdigest()[:12]
     module_name = f"evergrad_environment_{path.stem}_{digest}"
@@ -63,7 +64,8 @@ def _import_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         cause = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise EnvError(f"environment raised at import: {cause}", where=f"{path}{_line(error, path)}", hint="fix that line and try again") from error
+        where = f"{path}{_line(error, path)}"
+        raise EnvError(f"environment raised at import: {cause}", where=where, hint="fix that line and try again") from error
     return module
 
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from evergrad.config import nearest, parse_config
-from evergrad.envs._environment import BoundTool, Environment, EnvError, TaskRow, content_hash
+from evergrad.envs._environment import BoundTool, EnvError, Environment, TaskRow, content_hash
 from evergrad.envs._load import load_environment
 from evergrad.types import Message, Task, ToolSpec
 
@@ -66,7 +66,7 @@ class Taskset:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over the environment's source file, its configuration and its contract: the version that made a reward."""
+        """16 hex digits over the environment's source file, configuration and contract: which version made a reward."""
         source = inspect.getsourcefile(self.environment_class)
         code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
         return content_hash([code, self.config.model_dump(mode="json"), self.contract()])

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from evergrad.config import nearest
-from evergrad.envs._environment import Environment, EnvironmentConfig, EnvError, TaskRow, reward
+from evergrad.envs._environment import EnvError, Environment, EnvironmentConfig, TaskRow, reward
 from evergrad.types import Limits, Message
 
 CLEAN_FAMILIES: tuple[str, ...] = (
@@ -57,13 +57,17 @@ _CHUNK = 64
 """Problems made from one seed before the next is drawn."""
 
 
+def _clean_families() -> dict[str, dict[str, Any]]:
+    return {name: {} for name in CLEAN_FAMILIES}
+
+
 class Reasoning(Environment):
     """One question, one answer, no tools."""
 
     class Config(EnvironmentConfig):
         """Which problems are asked."""
 
-        families: dict[str, dict[str, Any]] = Field(default_factory=lambda: {name: {} for name in CLEAN_FAMILIES})
+        families: dict[str, dict[str, Any]] = Field(default_factory=_clean_families)
         """Family name to its parameters in ``reasoning_gym``, e.g. ``{chain_sum = {min_terms = 2, max_terms = 2}}``."""
         system: str | None = ""
         """System message; empty sends an empty one, ``None`` (not expressible in TOML) leaves it to the chat template."""
@@ -127,7 +131,7 @@ def _dataset(family: str, parameters: str, seed: int, size: int) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise EnvError("the package reasoning-gym is missing", where="environment reasoning", hint="pip install reasoning-gym") from error
+        raise EnvError("the package reasoning-gym is missing", hint="pip install reasoning-gym") from error
     from reasoning_gym.factory import DATASETS
 
     if family not in DATASETS:

@@ -1,9 +1,9 @@
 """A shop's support desk: look the order up, then refund, cancel or decline by what the lookup says.
 
-Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``50F``, ``f50``, ``F-50``, ``f 50``), which
-the lookup refuses with the right one, so that the agent has to recover. Answers are facts that only the tools know, and the
-shop's final state must be exactly what the case calls for. Under contract ``v2`` the same shop has other tool and argument names,
-and every change needs a code that comes with the lookup.
+Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``50F``, ``f50``, ``F-50``, ``f 50``),
+which the lookup refuses with the right one, so that the agent has to recover. Answers are facts that only the tools know, and
+the shop's final state must be exactly what the case calls for. Under contract ``v2`` the same shop has other tool and argument
+names, and every change needs a code that comes with the lookup.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ WRONG_FORMS: tuple[Callable[[str, str], str], ...] = (
 )
 """How customers write an order id whose letter and digits are given."""
 
-_MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
+_MONTHS = tuple(
+    ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+)
 _ORDER_IDS = tuple(f"{letter}{number}" for letter in ascii_uppercase for number in range(10, 100))
 _LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})|([0-9]{2})([A-Za-z])")
 _REQUESTS: Mapping[bool, str] = {True: "Where is order {id}?", False: "Please refund order {id}."}
@@ -88,7 +90,7 @@ class SupportDesk(Environment):
 
     @reward
     async def resolved(self, answer: str) -> float:
-        """1 when the shop is as the case calls for, the answer says the fact and no other number, and no call was made twice."""
+        """1 when the shop is as it should be, the answer says the fact and no other number, and no call was made twice."""
         made = [(each.name, tuple(sorted(each.arguments.items())) or each.text) for each in self.calls]
         repeated = len(set(made)) < len(made)
         declined = self.facts["case"] == "decline"
@@ -159,7 +161,7 @@ def _draw(rng: Random, difficulty: str) -> TaskRow:
         "case": case,
         "id": order_id,
         "said": said,
-        "orders": {order_id: state, **{each: f"in transit, arrives {other_date}" for each in other_ids}},
+        "orders": {order_id: state, **dict.fromkeys(other_ids, f"in transit, arrives {other_date}")},
         "ref": ref,
         "code": code,
         "changes": changes,
@@ -178,7 +180,8 @@ def _outcome(case: Case, order_id: str, date: str, paid: int, ref: int) -> tuple
     if case == "status":
         return f"in transit, arrives {date}", f"It arrives {date}.", date, []
     if case == "refund":
-        return f"delivered, window open until {date}, paid {paid}", f"Refunded, ref {ref}.", str(ref), [["refund", order_id, paid]]
+        state = f"delivered, window open until {date}, paid {paid}"
+        return state, f"Refunded, ref {ref}.", str(ref), [["refund", order_id, paid]]
     if case == "cancel":
         return "not shipped", f"Canceled, ref {ref}.", str(ref), [["cancel", order_id]]
     return f"delivered, window closed since {date}", f"Sorry, closed since {date}.", date, []
