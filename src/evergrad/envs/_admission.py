@@ -80,7 +80,13 @@ async def play(taskset: Taskset, task: Task, texts: Iterable[str]) -> Score:
         await episode.close()
 
 
-def test_environment(name: str, config: Mapping[str, Any] | None = None, *, n: int = 50, seed: int = 0) -> AdmissionReport:
+def test_environment(
+    name: str,
+    config: Mapping[str, Any] | None = None,  # noqa: PT028 (no test of pytest's)
+    *,
+    n: int = 50,  # noqa: PT028
+    seed: int = 0,  # noqa: PT028
+) -> AdmissionReport:
     """Tries the tasks and the rewards of an environment; ``n`` tasks of the training split, a few seconds.
 
     Raises:

@@ -31,8 +31,9 @@ WRONG_FORMS: tuple[Callable[[str, str], str], ...] = (
 )
 """How customers write an order id whose letter and digits are given."""
 
-_MONTHS = tuple(
-    ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
 )
 _ORDER_IDS = tuple(f"{letter}{number}" for letter in ascii_uppercase for number in range(10, 100))
 _LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})|([0-9]{2})([A-Za-z])")

@@ -127,17 +127,20 @@ class Buffer:
             batches = min(batches, self._total_batches)
         return batches * self.groups_per_batch
 
-    async def acquire(self) -> Ticket:
+    async def acquire(self) -> Ticket | None:
         """Waits for leave to start a group; hand it in with :meth:`put` or give it back with :meth:`release`.
 
+        Returns:
+            ``None`` after :meth:`finish`: nothing more is to be started.
+
         Raises:
-            BufferStopped: nothing more is to be started, and why.
+            BufferStopped: the buffer stopped, and why.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._stop or self._finished or self._may_start())
             self._raise_stop()
             if self._finished:
-                raise BufferStopped("the buffer takes no more groups")
+                return None
             ticket = Ticket(self._started, self.policy_version)
             self._started += 1
             self._running.add(ticket.index)
@@ -258,7 +261,7 @@ class Buffer:
             self._stop = BufferStopped(
                 f"{self._flat_batches} batches in a row had equal rewards within every group: nothing to learn from",
                 where=f"mean reward {batch.metrics['reward_mean']:.3f}",
-                hint="near 1 the tasks are solved, take harder ones; near 0 they are out of reach, warm-start or take easier ones",
+                hint="near 1 the tasks are solved: take harder ones; near 0 they are out of reach: warm-start first",
             )
 
     async def advance(self, policy_version: int) -> None:
@@ -323,12 +326,20 @@ async def keep_filled(buffer: Buffer, tasks: Iterator[Task], run: Callable[[Task
         async with asyncio.TaskGroup() as running:
             for task in tasks:
                 ticket = await buffer.acquire()
+                if ticket is None:
+                    break
                 running.create_task(one(task, ticket))
         await buffer.finish()
-    except* BufferStopped as stopped:
-        await buffer.fail(stopped.exceptions[0])
+    except* BufferStopped:
+        pass  # the consumer hears of it from the buffer itself
     except* Exception as failed:
-        await buffer.fail(failed.exceptions[0])
+        await buffer.fail(_first(failed))
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _kind(fault: str) -> str:
