@@ -10,10 +10,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from evergrad.config import nearest
-from evergrad.types import EvergradError, InputError
+if TYPE_CHECKING:
+    from evergrad.types import EvergradError
 
 DONE, FAILURE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -49,9 +49,12 @@ def guarded(call: Callable[[], Any], *, debug: bool = False, stderr: TextIO | No
 def explain(error: BaseException) -> tuple[str, int]:
     """The line that a person reads, and the exit code.
 
+    >>> from evergrad.types import InputError
     >>> explain(InputError("run folder not found", where="runs/x", hint="check the path"))
     ('run folder not found (runs/x). Next: check the path', 2)
     """
+    from evergrad.types import EvergradError, InputError  # when there is an error to explain: --help has none
+
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
@@ -94,6 +97,9 @@ def one_line(text: str) -> str:
 
 def _usage(error: Any) -> EvergradError:
     """A parser's error in the house's words: what was wrong, and the nearest thing that exists."""
+    from evergrad.config import nearest
+    from evergrad.types import InputError
+
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "evergrad"
     option = getattr(error, "option_name", None)
@@ -105,7 +111,8 @@ def _usage(error: Any) -> EvergradError:
     if error.message.startswith("No such command"):
         name = error.message.split("'")[1]
         return InputError(f"unknown command '{command} {name}'", hint=nearest(name, context.command.commands))
-    return InputError(error.format_message().rstrip("."), hint=f"'{command} --help' says what it takes")
+    message = error.format_message().rstrip(".")
+    return InputError(message[:1].lower() + message[1:], hint=f"'{command} --help' says what it takes")
 
 
 def _red(text: str, out: TextIO) -> str:
