@@ -1,0 +1,118 @@
+"""One way to open a SQL store: SQLite in a file by default, PostgreSQL or another by URL.
+
+SQLite runs in WAL mode, so readers never wait for the writer, and a transaction is on disk when it has committed. Writers
+take the write lock when they begin, so what a transaction has read cannot change before it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from evergrad.types import EvergradError
+
+_BUSY_TIMEOUT_MS = 30_000
+
+
+class DatabaseError(EvergradError):
+    """A store that cannot be opened."""
+
+
+class Database:
+    """Tables of one room at one place.
+
+    Args:
+        location: A file path, or an SQLAlchemy URL such as ``postgresql+psycopg://user@host/name``.
+        tables: The room's tables; created when absent.
+        room: Name under which the schema's version is kept, so that rooms may share a database.
+        schema_version: Raised by the room whenever its tables change.
+
+    Raises:
+        DatabaseError: not a database, not reachable, or written by another schema version.
+    """
+
+    def __init__(self, location: str | Path, tables: sa.MetaData, *, room: str, schema_version: int) -> None:
+        text = str(location)
+        if "://" in text:
+            self.where = sa.make_url(text).render_as_string(hide_password=True)
+        else:
+            Path(text).parent.mkdir(parents=True, exist_ok=True)
+            self.where, text = text, f"sqlite:///{text}"
+        self._tables, self._room, self._schema_version = tables, room, schema_version
+        try:
+            self.engine = sa.create_engine(text)
+            if self.engine.dialect.name == "sqlite":
+                _prepare_sqlite(self.engine)
+            self._ensure_schema()
+        except (sa.exc.SQLAlchemyError, ImportError) as error:
+            cause = str(getattr(error, "orig", error))
+            raise DatabaseError(
+                f"cannot open the {room} database: {cause}", where=self.where, hint="check the path or URL"
+            ) from error
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """One consistent view; sees all that had committed when it began."""
+        with self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A transaction: all of it is kept, or none of it when the block raises or the process dies."""
+        with self.engine.connect().execution_options(evergrad_write=True) as connection, connection.begin():
+            yield connection
+
+    def _ensure_schema(self) -> None:
+        schemas = sa.Table(
+            "evergrad_schemas",
+            sa.MetaData(),
+            sa.Column("room", sa.String, primary_key=True),
+            sa.Column("version", sa.Integer, nullable=False),
+        )
+        if self._stored_version(schemas) is None:
+            with self.write() as connection:
+                if connection.dialect.name == "postgresql":
+                    # Creating tables is not exclusive there: the second of two first openers waits here.
+                    connection.execute(sa.text("SELECT pg_advisory_xact_lock(4702111)"))
+                schemas.create(connection, checkfirst=True)
+                known = connection.execute(sa.select(schemas.c.version).where(schemas.c.room == self._room)).scalar()
+                if known is None:
+                    self._tables.create_all(connection)
+                    connection.execute(schemas.insert().values(room=self._room, version=self._schema_version))
+        stored = self._stored_version(schemas)
+        if stored != self._schema_version:
+            newer = stored is not None and stored > self._schema_version
+            raise DatabaseError(
+                f"the {self._room} tables have schema version {stored}, this Evergrad knows {self._schema_version}",
+                where=self.where,
+                hint="upgrade Evergrad" if newer else "use the Evergrad that wrote it, or start a new database",
+            )
+
+    def _stored_version(self, schemas: sa.Table) -> int | None:
+        with self.read() as connection:
+            if not sa.inspect(connection).has_table(schemas.name):
+                return None
+            return connection.execute(sa.select(schemas.c.version).where(schemas.c.room == self._room)).scalar()
+
+
+def _prepare_sqlite(engine: sa.Engine) -> None:
+    @sa.event.listens_for(engine, "connect")
+    def _on_connect(connection: Any, _record: Any) -> None:
+        # SQLAlchemy, not the driver, says when a transaction begins; the driver's own way would begin it too late.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in (f"busy_timeout={_BUSY_TIMEOUT_MS}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def _on_begin(connection: sa.Connection) -> None:
+        writes = connection.get_execution_options().get("evergrad_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
