@@ -15,22 +15,21 @@ from evergrad.types import Completion, FinishReason, Message, Outcome, PolicySpa
 
 TokenizerMaker = Callable[..., Any]
 
-BOS_TEMPLATE = "<s>{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-THINK_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TRIM_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+BOS_TEMPLATE = f"<s>{HEAD}{{{{ m.content }}}}{TAIL}"
+THINK_TEMPLATE = f"{HEAD}{{{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}}}{TAIL}"
+TRIM_TEMPLATE = f"{HEAD}{{{{ m.content | trim }}}}{TAIL}"
 TWO_ROLES_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}" + TAIL
 )
-PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 ASK = (Message("system", "Tools:\norder(id)"), Message("user", "Where is order F50?"))
 SHOWN = Message("tool", "in transit, arrives May 15")
