@@ -241,18 +241,18 @@ async def test_a_dying_producer_is_heard_by_the_consumer(desk: Taskset) -> None:
 
 async def _train(buffer: Buffer, run: Callable[[Task, Ticket], Awaitable[RolloutGroup]], tasks: Sequence[Task]) -> int:
     producer = asyncio.create_task(keep_filled(buffer, iter(tasks), run))
-    for step in itertools.count():
+    for steps in itertools.count():
         try:
             batch = await buffer.take_batch()
         except BufferStopped:
-            break
+            await producer
+            return steps
         for sample in batch.samples:
             assert buffer.policy_version - sample.min_policy_version <= buffer.max_off_policy_steps
         assert conserved(buffer.counts)
         await asyncio.sleep(0.001)
         await buffer.advance(buffer.policy_version + 1)
-    await producer
-    return step
+    raise AssertionError
 
 
 async def test_tasks_that_end_are_all_trained_even_when_fewer_than_the_lag(desk: Taskset) -> None:

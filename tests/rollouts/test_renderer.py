@@ -28,8 +28,6 @@ TWO_ROLES_TEMPLATE = (
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 ASK = (Message("system", "Tools:\norder(id)"), Message("user", "Where is order F50?"))
 SHOWN = Message("tool", "in transit, arrives May 15")
