@@ -60,7 +60,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
         (["model", "list", "--run", "runs/dmeo"], "did you mean 'runs/demo'?"),
         (["rollouts", "show", "--outcome", "scord"], "did you mean 'scored'?"),
         (["rollouts", "show", "--source", "trian"], "did you mean 'train'?"),
-        (["rollouts", "show", "r-99"], "did you mean 'r-"),
+        (["rollouts", "show", "r-44"], "did you mean 'r-4'?"),
         (["serve", "--alias", "prodcution"], "aliases there: production"),
         (["eval", "--split", "gates"], "did you mean 'gate'?"),
         (["env", "test", "suport_desk"], "did you mean 'support_desk'?"),

@@ -76,7 +76,10 @@ def _print(run: Path, summary: CostSummary, units: dict[str, Any]) -> None:
 
 def _rows(amounts: Any, known: Decimal) -> list[tuple[Any, ...]]:
     ordered = sorted(amounts.items(), key=lambda item: -(item[1] or 0))
-    return [(name, _money(amount), percent(float(amount / known)) if amount is not None and known else "–") for name, amount in ordered]
+    return [
+        (name, _money(amount), percent(float(amount / known)) if amount is not None and known else "–")
+        for name, amount in ordered
+    ]
 
 
 def _money(amount: Decimal | float | None) -> str:
