@@ -18,12 +18,12 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from evergrad.config import Config
 from evergrad.envs._calls import type_name
-from evergrad.types import EvergradError, Limits, Message, Task, ToolSpec
+from evergrad.types import InputError, Limits, Message, Task, ToolSpec
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 
-class EnvError(EvergradError):
+class EnvError(InputError):
     """An environment that cannot be used: not found, raises at import, or does not follow the protocol."""
 
 

@@ -100,7 +100,7 @@ def _usage(error: Any) -> EvergradError:
     from evergrad.config import nearest
     from evergrad.types import InputError
 
-    context = getattr(error, "ctx", None)
+    context: Any = getattr(error, "ctx", None)
     command = context.command_path if context else "evergrad"
     option = getattr(error, "option_name", None)
     if option and "No such option" in error.message:

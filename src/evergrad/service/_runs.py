@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +53,6 @@ def rollout_files(run: Path) -> list[Path]:
     folder = run / "rollouts"
     files = [*folder.glob("*.jsonl"), *folder.glob("*.jsonl.partial")] if folder.is_dir() else []
     return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line; a last line that is still being written is left out.
-
-    Raises:
-        EvergradError: a whole line is not a JSON object.
-    """
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            if path.suffix == ".partial":
-                continue
-            raise EvergradError(f"not valid JSON: {error}", where=f"{path}:{number}") from error
-        if isinstance(record, dict):
-            yield record
 
 
 def _runs_under(root: Path) -> list[Path]:

@@ -13,10 +13,12 @@ from rich.text import Text
 from evergrad.service._edge import printable
 
 
-def console() -> Console:
-    """Standard output. Wide enough for whole ids when it is not a terminal, so that ``grep`` finds them."""
-    screen = Console(highlight=False, markup=False, emoji=False)
-    return screen if screen.is_terminal else Console(highlight=False, markup=False, emoji=False, width=max(screen.width, 200))
+def console(*, stderr: bool = False) -> Console:
+    """Standard output, or error. Wide enough for whole ids when it is not a terminal, so that ``grep`` finds them."""
+    screen = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
+    if not screen.is_terminal:
+        screen.width = max(screen.width, 200)
+    return screen
 
 
 def cell(value: Any, style: str = "") -> Text:

@@ -52,6 +52,7 @@ Alias = Annotated[str, typer.Option("--alias", metavar="NAME", help="The alias."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Goes on record.", show_default=False)]
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, or an alias.", show_default=False)]
+OptionalVersion = Annotated[str, typer.Argument(metavar="[VERSION]", help="Version id, or an alias.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -97,7 +98,7 @@ def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) ->
 
 @app.command("eval")
 def eval_(
-    version: Annotated[str, typer.Argument(metavar="[VERSION]", help="Version id or alias.")] = "production",
+    version: OptionalVersion = "production",
     run: RunFolder = None,
     n: Annotated[int, typer.Option("-n", "--tasks", min=1, help="Number of tasks.")] = 96,
     split: Annotated[
@@ -161,7 +162,7 @@ def model_list(run: RunFolder = None, as_json: AsJson = False) -> None:
 
 
 @model_app.command("show")
-def model_show(version: VersionArgument = "production", run: RunFolder = None, as_json: AsJson = False) -> None:
+def model_show(version: OptionalVersion = "production", run: RunFolder = None, as_json: AsJson = False) -> None:
     """Show one version: where its weights are, its lineage, and how aliases came to it."""
     from evergrad.service._models import show_version
     from evergrad.service._runs import find_run
