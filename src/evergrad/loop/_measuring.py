@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scipy.stats import binomtest
@@ -98,14 +98,23 @@ async def report_for(session: Session, version: ModelVersion, settings: Mapping[
         report = await evaluate(version.version_id, suite, tasks, run, concurrency=session.config.eval.concurrency)
     session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
     write_json(path, dataclasses.asdict(report))
-    spent = (session.spent_usd() or 0.0) - (usd or 0.0)
-    _record_score(session, report, spent, time.monotonic() - started)
+    spent = None if usd is None else (session.spent_usd() or 0.0) - usd
+    _record_score(session, report, rollouts, spent, time.monotonic() - started)
     return report
 
 
-def _record_score(session: Session, report: EvalReport, usd: float, seconds: float) -> None:
+def _record_score(
+    session: Session, report: EvalReport, rollouts: Sequence[Rollout], usd: float | None, seconds: float
+) -> None:
     successes = sum(score >= 1.0 for score in report.scores.values())
     mean, slices = report.mean or 0.0, report.slice_means()
+    # What an evaluation cost is shared out by tokens: they are what the machine's time goes into.
+    paired = [
+        (report.scores[rollout.task_id], rollout.usage.prompt_tokens - rollout.usage.cached_tokens + rollout.usage.completion_tokens)
+        for rollout in rollouts
+        if rollout.task_id in report.scores and rollout.outcome.trainable
+    ]
+    tokens = [own for _, own in paired]
     session.state.scores.append(
         {
             "label": f"{report.version_id} on {report.suite}",
@@ -117,7 +126,10 @@ def _record_score(session: Session, report: EvalReport, usd: float, seconds: flo
             "slices": slices,
             "usd": usd,
             "seconds": round(seconds, 1),
-            "usd_per_success": usd / successes if successes else None,
+            "usd_per_success": usd / successes if successes and usd is not None else None,
+            "tokens": sum(tokens),
+            "task_scores": [score for score, _ in paired],
+            "task_usd": [usd * own / max(1, sum(tokens)) for own in tokens] if usd is not None else None,
             "outcomes": dict(report.outcomes),
         }
     )

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ class Session:
         """Dollars of the whole run so far; ``None`` when something in it has no price."""
         spent = self.clock.spent_usd()
         return None if spent is None else float(spent)
+
+    @staticmethod
+    def decimal(value: float) -> Decimal:
+        return Decimal(repr(value))
 
     def money(self) -> str:
         usd = self.spent_usd()
