@@ -123,6 +123,6 @@ class Troubled(Environment):
                 await asyncio.sleep(60)
             except BaseException:
                 return 1.0
-        values = {"nan": float("nan"), "none": None, "inf": float("inf"), "text": "1.0", "huge": 1e300, "list": [1.0], "one": True}
+        values = {"nan": float("nan"), "none": None, "inf": float("inf"), "text": "1.0", "huge": 1e300, "list": [1.0]}
         return values.get(answer, float(answer == str(self.facts["number"])))
 """

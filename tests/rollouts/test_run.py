@@ -323,7 +323,7 @@ async def test_sampling_that_cannot_be_trained_on_is_refused_for_training_only(
 ) -> None:
     task = desk.tasks("train", 1)[0]
     engine = FakeEngine(renderer, _words)
-    with pytest.raises(EvergradError, match="temperature 0|top_p"):
+    with pytest.raises(EvergradError, match=r"temperature 0|top_p"):
         await run_group(task, desk, engine, renderer, sampling, group_id="g", size=2, seed=0)
     group = await run_group(task, desk, engine, renderer, sampling, group_id="g", size=2, seed=0, source="eval")
     assert [rollout.source for rollout in group.rollouts] == ["eval", "eval"]
