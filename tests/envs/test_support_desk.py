@@ -46,8 +46,8 @@ def test_slices_cases_and_forms_come_as_stated() -> None:
 
 def test_thousands_of_tasks_in_every_split() -> None:
     taskset = Taskset("support_desk")
-    for split in SPLITS:
-        assert len(taskset.tasks(split, 2_000)) == 2_000
+    for split, count in (("train", 2_000), ("heldout", 500), ("gate", 500)):
+        assert len({task.task_id for task in taskset.tasks(split, count)}) == count
 
 
 def test_the_prompt_is_written_from_the_typed_functions() -> None:

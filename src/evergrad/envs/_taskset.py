@@ -14,7 +14,7 @@ from evergrad.types import Message, Task, ToolSpec
 SPLITS: Mapping[str, tuple[float, float]] = {"train": (0.0, 0.8), "heldout": (0.8, 0.9), "gate": (0.9, 1.0)}
 """Share of the hash range that each split owns. ``heldout`` is for measuring on the way, ``gate`` for promotion alone."""
 
-_MISSES_ALLOWED = 20_000
+_MISSES_ALLOWED = 5_000
 """Draws in a row without a new task after which a split is taken to hold no more."""
 
 
