@@ -29,6 +29,7 @@ from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
+from evergrad.loop._reporting import report
 from evergrad.loop._session import Session
 from evergrad.loop._watching import watch
 from evergrad.loop.config import RunConfig
@@ -94,15 +95,14 @@ async def _turn_cycles(session: Session) -> None:
     state = session.state
     stages: dict[Stage, Any] = {Stage.WARM_START: warm_start, Stage.LEARN: learn, Stage.MEASURE: measure, Stage.WATCH: watch}
     while state.stage is not Stage.DONE:
-        if state.stage is Stage.WARM_START and state.step == 0:
-            _begin_cycle(session, state)
+        _begin_cycle(session, state)
         following = await stages[state.stage](session)
         session.enter(following)
-        session.write_report()
-    session.finish()
+        report(session)
 
 
 def _begin_cycle(session: Session, state: LoopState) -> None:
+    session.clock.subject = f"cycle-{state.cycle}"
     if state.cycle_started.get("cycle") == state.cycle:
         return
     usd = session.spent_usd()

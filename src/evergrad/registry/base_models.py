@@ -27,7 +27,7 @@ from typing import Any
 
 from evergrad.config import nearest
 from evergrad.registry.tiny import TINY_RECIPE, make_tiny, quiet_transformers
-from evergrad.types import EvergradError
+from evergrad.types import InputError
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share done so far, from 0.0 to 1.0."""
@@ -42,7 +42,7 @@ _SMOLLM2_SPECIALS = {
 }
 
 
-class ModelError(EvergradError):
+class ModelError(InputError):
     """A base model that cannot be found, made or used."""
 
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from evergrad.config import nearest
 from evergrad.database import Database
-from evergrad.types import EvergradError, ModelVersion, Verdict, plain, strict_json
+from evergrad.types import InputError, ModelVersion, Verdict, plain, strict_json
 
 SCHEMA_VERSION = 1
 
@@ -66,7 +66,7 @@ _verdicts = sa.Table(
 )
 
 
-class RegistryError(EvergradError):
+class RegistryError(InputError):
     """A version or alias that is unknown, or a move that the registry refuses."""
 
 

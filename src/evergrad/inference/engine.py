@@ -1,0 +1,339 @@
+"""The engine: requests in, one step at a time, drawn tokens out. No threads, no sockets, no clock.
+
+The walk of one request::
+
+    submit ── Scheduler.enqueue (equal requests share a row) ──▶ step: Scheduler.next_step (blocks, prefix cache)
+    ──▶ plan_step, Model.forward ──▶ log_distribution, draw (per sample, by seed) ──▶ fork where samples part ──▶ Event
+
+Between two steps weights may change (:meth:`Engine.commit`): rows go on, their later tokens carry the new version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from evergrad.inference._attention import chunks_positions, plan_step
+from evergrad.inference._blocks import BlockPool
+from evergrad.inference._model import Model
+from evergrad.inference._rows import Distribution, Row, Sample
+from evergrad.inference._sampling import draw, log_distribution
+from evergrad.inference._schedule import Chunk, Scheduler
+from evergrad.inference.config import EngineConfig, EngineError
+from evergrad.types import FinishReason, PolicySpan, Sampling
+
+
+class RequestError(EngineError):
+    """A request that can never be served as it is."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``n`` completions of one prompt.
+
+    Completion 0 draws by ``sampling.seed`` itself, the others by seeds derived from it, so that they differ.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    session_id: str | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step, or an abort, did to one completion."""
+
+    request_id: str
+    index: int
+    token_id: int | None
+    """None only when a completion ends without a further token: aborted or failed."""
+    logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    policy_spans: tuple[PolicySpan, ...] = ()
+    """Of the whole completion; only on its last event."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed for it; only on its last event."""
+    error: str | None = None
+    """Why it failed: the model gave no usable distribution."""
+
+
+class Engine:
+    """Continuous batching over a paged cache.
+
+    >>> engine = Engine(EngineConfig(model="models/tiny"))  # doctest: +SKIP
+    >>> engine.submit(Request("a", (1, 2, 3), Sampling(max_tokens=4)))  # doctest: +SKIP
+    >>> events = [event for _ in range(4) for event in engine.step()]  # doctest: +SKIP
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """
+        Raises:
+            EngineError: the folder holds no model that can be served, or the device cannot be used.
+        """
+        self.config = config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.model = Model(config)
+        self.policy_version = config.policy_version
+        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size)
+        self._scheduler = Scheduler(self._pool, self._copy_block, config.max_rows, config.max_batch_tokens)
+        self._owners: dict[str, dict[int, Row]] = {}
+        self._arrivals = 0
+        self._session_requests: dict[str, int] = {}
+        self._staged: dict[str, torch.Tensor] | None = None
+        self.num_steps = self.num_drawn = self.num_computed = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Rows, not requests."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows, not requests."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    def submit(self, request: Request) -> None:
+        """Puts a request in the queue.
+
+        Raises:
+            RequestError: an empty or over-long prompt, a token outside of the vocabulary, or an id that is in use.
+        """
+        self._check(request)
+        self._arrivals += 1
+        session = request.session_id
+        group = (1, "", self._arrivals)
+        if session is not None and session in self._session_requests:
+            # Within a session requests come one after another, so place and seed do not depend on when others arrived.
+            self._session_requests[session] += 1
+            group = (0, session, self._session_requests[session])
+        seed = request.sampling.seed
+        if seed is None:
+            seed = _derived_seed(self.config.seed, *group)
+        samples = [
+            Sample(
+                request.request_id, index, request.sampling, seed if index == 0 else _derived_seed(seed, index), (*group, index)
+            )
+            for index in range(request.n)
+        ]
+        row = self._scheduler.enqueue(request.token_ids, Distribution.of(request.sampling), samples, samples[0].order)
+        self._owners[request.request_id] = dict.fromkeys(range(request.n), row)
+
+    def abort(self, request_id: str) -> list[Event]:
+        """Ends what is left of a request; what it has drawn so far stays valid. Unknown ids are ignored."""
+        events: list[Event] = []
+        for index, row in list(self._owners.get(request_id, {}).items()):
+            sample = next(one for one in row.samples if one.request_id == request_id and one.index == index)
+            sample.finish_reason = FinishReason.ABORT
+            events.append(_closing(sample))
+            self._leave(row, sample)
+        return events
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Computes one batch and draws the next token of every sample whose row is computed to its end."""
+        chunks = self._scheduler.next_step()
+        if not chunks:
+            if self._scheduler.waiting:
+                raise EngineError("requests wait, and none can be started")
+            return []
+        drawing = [chunk for chunk in chunks if chunk.draws]
+        logits = self._forward(chunks)
+        for chunk in chunks:
+            chunk.row.num_computed = chunk.end
+        self._pool.written()
+        self.num_steps += 1
+        return self._draw([chunk.row for chunk in drawing], logits) if drawing else []
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Log-probability of each token but the first, given those before it, at temperature 1.
+
+        Goes the way of a request (paged cache, live weights), but finds and leaves nothing in the prefix cache.
+
+        Raises:
+            RequestError: as :meth:`submit`.
+        """
+        self._check(Request("", token_ids, Sampling()), prompt_only=True)
+        size = self.config.block_size
+        row = Row(list(token_ids), len(token_ids), Distribution(1.0, 1.0, 0), [], (0, "", 0, 0))
+        num_blocks = -(-len(token_ids) // size)
+        self._scheduler.make_room(num_blocks)
+        row.add_blocks([self._pool.take() for _ in range(num_blocks)], size)
+        found: list[float] = []
+        try:
+            step = self.config.max_batch_tokens
+            for start in range(0, len(token_ids), step):
+                chunk = Chunk(row, start, min(len(token_ids), start + step))
+                logits = self._forward([chunk], every_token=True)
+                targets = torch.tensor(token_ids[start + 1 : chunk.end + 1], device=logits.device)
+                logprobs = torch.log_softmax(logits[: len(targets)].float(), dim=-1)
+                found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        finally:
+            self._pool.drop(row.blocks)
+        return found
+
+    def stage_weights(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> None:
+        """Checks new weights and keeps them for :meth:`commit`; on CPU, in the engine's dtype, they are not copied.
+
+        May run in another thread while steps go on.
+
+        Args:
+            whole: Every parameter must be there; else those that are not are the base's.
+
+        Raises:
+            EngineError: a name, shape or value that does not fit. What was staged before is dropped; what is live stays.
+        """
+        self._staged = None
+        self._staged = self.model.check(tensors, whole=whole)
+
+    def stage_base(self) -> None:
+        """Keeps the weights that the engine started from for :meth:`commit`."""
+        self._staged = {}
+
+    def commit(self, policy_version: int) -> None:
+        """Makes the staged weights live, between two steps. Nothing computed before is found by later prompts.
+
+        Raises:
+            EngineError: nothing is staged.
+        """
+        if self._staged is None:
+            raise EngineError("no weights are staged", hint="call stage_weights first")
+        self.model.bind(self._staged)
+        self._staged = None
+        self.policy_version = policy_version
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what was computed; without running rows, the engine is then as it was at its start."""
+        self._scheduler.forget_prefixes()
+
+    def open_session(self, session_id: str) -> None:
+        """From here on the session's requests have their place in the queue, and seeds where they bring none, by the session's
+        name and by how many it made: whatever the order in which those of several sessions arrive."""
+        self._session_requests.setdefault(session_id, 0)
+
+    def close_session(self, session_id: str) -> None:
+        """Ends what :meth:`open_session` began; requests that run are not touched."""
+        self._session_requests.pop(session_id, None)
+
+    def _check(self, request: Request, prompt_only: bool = False) -> None:
+        count, limit = len(request.token_ids), self.model.max_len
+        if not count:
+            raise RequestError("the prompt is empty", where="token_ids")
+        if count + (not prompt_only) > limit:
+            raise RequestError(
+                f"the prompt has {count} tokens, and prompt and completion may have {limit} together", where="token_ids"
+            )
+        odd = next((one for one in request.token_ids if not 0 <= one < self.model.vocab_size), None)
+        if odd is not None:
+            raise RequestError(f"token {odd} is outside of the vocabulary of {self.model.vocab_size}", where="token_ids")
+        if request.request_id in self._owners:
+            raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
+
+    def _forward(self, chunks: list[Chunk], every_token: bool = False) -> torch.Tensor:
+        token_ids = [token for chunk in chunks for token in chunk.row.tokens[chunk.start : chunk.end]]
+        if every_token:
+            wanted = list(range(len(token_ids)))
+        else:
+            wanted, at = [], 0
+            for chunk in chunks:
+                at += chunk.end - chunk.start
+                if chunk.draws:
+                    wanted.append(at - 1)
+        plan = plan_step(chunks, self.model.device, self.model.has_windows)
+        self.num_computed += len(token_ids)
+        return self.model.forward(token_ids, chunks_positions(chunks), wanted, plan)
+
+    def _draw(self, rows: list[Row], logits: torch.Tensor) -> list[Event]:
+        log_probs = log_distribution(logits, [row.distribution for row in rows])
+        usable = torch.isfinite(log_probs.amax(dim=-1)).tolist()
+        largest = log_probs.argmax(dim=-1).tolist()
+        asks = [
+            (place, sample)
+            for place, row in enumerate(rows)
+            if usable[place] and row.distribution.temperature > 0.0
+            for sample in row.samples
+        ]
+        drawn = draw(log_probs, [place for place, _ in asks], [sample.uniform() for _, sample in asks]) if asks else []
+        tokens = {id(sample): token for (_, sample), token in zip(asks, drawn, strict=True)}
+        places = [(place, sample) for place, row in enumerate(rows) for sample in row.samples]
+        chosen = [tokens.get(id(sample), largest[place]) for place, sample in places]
+        logprobs = log_probs[[place for place, _ in places], chosen].tolist()
+        events: list[Event] = []
+        parted: dict[int, dict[int, list[Sample]]] = {}
+        for (place, sample), token, logprob in zip(places, chosen, logprobs, strict=True):
+            row = rows[place]
+            if not usable[place]:
+                sample.finish_reason = FinishReason.ABORT
+                events.append(_closing(sample, error="the model gave values that are not finite"))
+                self._leave(row, sample)
+                continue
+            self.num_drawn += 1
+            sample.add(token, logprob, self.policy_version, self.model.max_len - len(row.tokens) - 1)
+            events.append(_progress(sample))
+            if sample.finish_reason is None:
+                parted.setdefault(place, {}).setdefault(token, []).append(sample)
+            else:
+                self._leave(row, sample)
+        for place, by_token in parted.items():
+            self._part(rows[place], by_token)
+        return events
+
+    def _part(self, row: Row, by_token: dict[int, list[Sample]]) -> None:
+        """Splits a row by the tokens its samples drew: the first group keeps it, each other one gets a copy."""
+        (first, kept), *others = by_token.items()
+        row.samples = kept
+        # In reverse, since each copy is put right behind the row.
+        for token, samples in reversed(others):
+            child = self._scheduler.fork(row, token)
+            child.samples = samples
+            for sample in samples:
+                self._owners[sample.request_id][sample.index] = child
+        row.tokens.append(first)
+
+    def _leave(self, row: Row, sample: Sample) -> None:
+        row.samples.remove(sample)
+        owner = self._owners[sample.request_id]
+        del owner[sample.index]
+        if not owner:
+            del self._owners[sample.request_id]
+        if not row.samples:
+            self._scheduler.remove(row)
+
+    def _copy_block(self, source: int, target: int, count: int) -> None:
+        size = self.config.block_size
+        self.model.cache.copy_tokens(source * size, target * size, count)
+
+
+def _derived_seed(seed: int, *path: object) -> int:
+    text = ":".join(map(str, (seed, *path))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def _progress(sample: Sample) -> Event:
+    token_id, logprob = sample.token_ids[-1], sample.logprobs[-1]
+    if sample.finish_reason is None:
+        return Event(sample.request_id, sample.index, token_id, logprob)
+    return Event(
+        sample.request_id, sample.index, token_id, logprob, sample.finish_reason, tuple(sample.spans), sample.cached_tokens
+    )
+
+
+def _closing(sample: Sample, error: str | None = None) -> Event:
+    return Event(
+        sample.request_id, sample.index, None, 0.0, sample.finish_reason, tuple(sample.spans), sample.cached_tokens, error
+    )
