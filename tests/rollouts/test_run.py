@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evergrad.envs import Taskset
-from evergrad.rollouts import FakeEngine, Renderer, complete, run_group, run_rollout, scripted
+from evergrad.rollouts import FakeEngine, Renderer, complete, run_group, run_groups, run_rollout, scripted
 from evergrad.types import Completion, EvergradError, FinishReason, Outcome, PolicySpan, Rollout, RolloutGroup, Sampling, Task
 
 SAMPLING = Sampling(seed=7, max_tokens=200)
@@ -306,6 +306,23 @@ async def test_lockstep_sessions_open_together_and_close_as_rollouts_end(trouble
     assert open_at_request[0] == {"g/0", "g/1", "g/2"}
     assert sessions.seen == ["g/0", "g/1", "g/2", "g/1~1"]
     assert not sessions.open
+
+
+async def test_sessions_of_all_groups_open_before_the_first_request(desk: Taskset, renderer: Renderer) -> None:
+    sessions = _Recorded()
+    open_at_request: list[int] = []
+
+    async def generate(prompt: tuple[int, ...], sampling: Sampling, *, session_id: str) -> Completion:
+        open_at_request.append(len(sessions.open))
+        return complete("done", renderer, sampling)
+
+    tasks = desk.tasks("train", 3)
+    options: dict[str, Any] = {"group_ids": ["a", "b", "c"], "size": 2, "seed": 0, "sessions": sessions}
+    groups = await run_groups(tasks, desk, generate, renderer, SAMPLING, **options)
+    assert open_at_request[0] == 6
+    assert [[rollout.task_id for rollout in group.rollouts] for group in groups] == [[task.task_id] * 2 for task in tasks]
+    with pytest.raises(EvergradError, match="2 group ids for 3 tasks"):
+        await run_groups(tasks, desk, generate, renderer, SAMPLING, **{**options, "group_ids": ["a", "b", "a"]})
 
 
 async def test_a_dead_session_route_costs_no_rollout(troubled: Taskset, renderer: Renderer) -> None:
