@@ -359,3 +359,11 @@ async def test_a_stopped_prompt_asks_with_the_stated_settings(desk: Taskset, ren
     (got,) = seen
     assert (got.temperature, got.top_p, got.top_k, got.max_tokens) == (0.6, 0.9, 5, 11)
     assert got.stop_token_ids == renderer.stop_token_ids
+
+
+async def test_a_policy_fault_earns_what_the_environment_says(
+    troubled: Taskset, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(troubled.environment_class, "policy_fault_reward", -1.0)
+    rollout = await say(troubled, renderer, "x" * 500)
+    assert (rollout.outcome, rollout.reward, rollout.success) == (Outcome.POLICY_FAULT, -1.0, False)
