@@ -112,13 +112,24 @@ def _damaged(completion: Completion, damage: str) -> Completion:
         "no tokens": replace(completion, token_ids=(), logprobs=()),
         "gap in spans": replace(completion, policy_spans=(PolicySpan(0, 1, len(ids)),)),
         "aborted": replace(completion, finish_reason=FinishReason.ABORT),
+        "nothing": None,  # type: ignore[dict-item]
         "too many": replace(completion, token_ids=ids * 99, logprobs=logprobs * 99),
     }[damage]
 
 
 @pytest.mark.parametrize(
     "damage",
-    ["nan logprob", "no logprob", "positive logprob", "short logprobs", "no tokens", "gap in spans", "aborted", "too many"],
+    [
+        "nan logprob",
+        "no logprob",
+        "positive logprob",
+        "short logprobs",
+        "no tokens",
+        "gap in spans",
+        "aborted",
+        "nothing",
+        "too many",
+    ],
 )
 async def test_a_damaged_completion_is_an_engine_fault(desk: Taskset, renderer: Renderer, damage: str) -> None:
     async def generate(prompt: tuple[int, ...], sampling: Sampling, *, session_id: str) -> Completion:

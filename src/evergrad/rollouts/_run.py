@@ -109,7 +109,7 @@ async def run_rollout(
 
     Args:
         sampling: ``max_tokens`` is cut to the task's limits; each turn draws with a seed derived from ``sampling.seed``.
-        source: ``train`` and ``live`` samples must be trainable (no greedy, no truncated distributions).
+        source: what the rollout is for; ``train`` refuses sampling that cannot be trained on.
 
     Returns:
         A rollout whose outcome names how it ended; see ``types.Outcome``.
@@ -219,13 +219,13 @@ async def _generate(
     try:
         async with asyncio.timeout(timeout_s) as scope:
             completion = await generate(prompt, sampling, session_id=session_id)
+        problem = _problem(completion, sampling)
     except TimeoutError as error:
         if scope.expired():
             raise _EngineFault(f"no answer within {timeout_s:g} s") from None
         raise _EngineFault(f"raised TimeoutError: {error}".rstrip(": ")) from error
     except Exception as error:
         raise _EngineFault(f"raised {type(error).__name__}: {error}"[:300]) from error
-    problem = _problem(completion, sampling)
     if problem:
         raise _EngineFault(problem)
     if completion.usage == Usage():
