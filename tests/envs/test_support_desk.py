@@ -144,6 +144,7 @@ async def test_what_must_not_pay(contract: str) -> None:
 
     cancel, (look, right, said) = one(taskset, "cancel")
     assert (await play(taskset, cancel, [look, pay(cancel.metadata["id"], 50, cancel.metadata["code"]), said])).reward == 0.0
+    assert (await play(taskset, cancel, [right, said])).reward == 0.0, "cancelled by luck"
     assert (await play(taskset, cancel, [look, right, said])).reward == 1.0
 
 

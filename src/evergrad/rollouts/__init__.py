@@ -6,7 +6,7 @@ Knows no engine: it is handed a ``Generate``. The walk: ``run_group`` (``run_rol
 
 from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, Ticket, keep_filled
 from evergrad.rollouts._renderer import Renderer, RendererError, extends
-from evergrad.rollouts._run import Generate, Sessions, check_training_sampling, derive_seed, run_group, run_rollout
+from evergrad.rollouts._run import Generate, Sessions, check_training_sampling, derive_seed, run_group, run_groups, run_rollout
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
 from evergrad.rollouts._scripted import FakeEngine, complete, scripted
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
@@ -36,6 +36,7 @@ __all__ = [
     "read_rollouts",
     "rollout_json",
     "run_group",
+    "run_groups",
     "run_rollout",
     "scripted",
     "step_name",
