@@ -102,15 +102,21 @@ def config_page() -> str:
 def _model_sections(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
     """The model's own keys, then its tables in order; a table that was described before is only named."""
     if model in seen:
-        yield f"## [{path}]\n\nThe same keys as [{model.__name__}](#{model.__name__.lower()}).\n"
+        yield f"## {_heading(path)}\n\nThe same keys as [{model.__name__}](#{model.__name__.lower()}).\n"
         return
     seen.add(model)
-    title = f"## [{path}]" if path else "## Top level"
+    title = f"## {_heading(path)}" if path else "## Top level"
     yield f"{title}\n\n<a id='{model.__name__.lower()}'></a>{_summary(model)}\n\n{_table(model)}"
     for name, field in model.model_fields.items():
         inner = _table_of(field.annotation)
         if inner is not None:
-            yield from _model_sections(inner, f"{path}.{name}".lstrip("."), seen)
+            many = "[]" if typing.get_origin(field.annotation) in (list, tuple) else ""
+            yield from _model_sections(inner, f"{path}.{name}{many}".lstrip("."), seen)
+
+
+def _heading(path: str) -> str:
+    """How TOML writes the table: ``[a.b]``, or ``[[a.b]]`` for each of many."""
+    return f"[[{path.removesuffix('[]')}]]" if path.endswith("[]") else f"[{path}]"
 
 
 def _table(model: type[BaseModel]) -> str:

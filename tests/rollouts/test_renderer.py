@@ -236,3 +236,22 @@ def test_any_sampled_ids_are_carried_on(renderer: Renderer, ids: list[int]) -> N
     prompt = renderer.prompt(ASK)
     later = renderer.extend(ASK, prompt, said, [SHOWN])
     assert later[: len(prompt) + len(ids) + 1] == prompt + said.token_ids
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, TWO_ROLES_TEMPLATE, THINK_TEMPLATE, BOS_TEMPLATE])
+async def test_under_any_template_a_demonstration_trains_exactly_what_was_said(
+    desk: Taskset, make_tokenizer: TokenizerMaker, template: str
+) -> None:
+    from evergrad.rollouts import scripted
+
+    renderer = Renderer(make_tokenizer(template))
+    for task in desk.tasks("train", 5, seed=2):
+        texts = desk.open(task).demonstrate()
+        assert texts is not None
+        rollout = await run_rollout(
+            task, desk, scripted(texts, renderer), renderer, Sampling(), rollout_id="r", group_id="g", source="demonstration"
+        )
+        assert rollout.reward == 1.0, rollout.fault
+        samples = assign_advantages(RolloutGroup("g", (rollout,)), "constant")
+        trained = [token for each in samples for token, mask in zip(each.token_ids, each.loss_mask, strict=True) if mask]
+        assert trained == [token for text in texts for token in renderer.reply(text)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evergrad.envs import Taskset
-from evergrad.rollouts import FakeEngine, Renderer, complete, run_group, run_rollout, scripted
+from evergrad.rollouts import FakeEngine, Renderer, complete, run_group, run_groups, run_rollout, scripted
 from evergrad.types import Completion, EvergradError, FinishReason, Outcome, PolicySpan, Rollout, RolloutGroup, Sampling, Task
 
 SAMPLING = Sampling(seed=7, max_tokens=200)
@@ -112,13 +112,24 @@ def _damaged(completion: Completion, damage: str) -> Completion:
         "no tokens": replace(completion, token_ids=(), logprobs=()),
         "gap in spans": replace(completion, policy_spans=(PolicySpan(0, 1, len(ids)),)),
         "aborted": replace(completion, finish_reason=FinishReason.ABORT),
+        "nothing": None,  # type: ignore[dict-item]
         "too many": replace(completion, token_ids=ids * 99, logprobs=logprobs * 99),
     }[damage]
 
 
 @pytest.mark.parametrize(
     "damage",
-    ["nan logprob", "no logprob", "positive logprob", "short logprobs", "no tokens", "gap in spans", "aborted", "too many"],
+    [
+        "nan logprob",
+        "no logprob",
+        "positive logprob",
+        "short logprobs",
+        "no tokens",
+        "gap in spans",
+        "aborted",
+        "nothing",
+        "too many",
+    ],
 )
 async def test_a_damaged_completion_is_an_engine_fault(desk: Taskset, renderer: Renderer, damage: str) -> None:
     async def generate(prompt: tuple[int, ...], sampling: Sampling, *, session_id: str) -> Completion:
@@ -308,6 +319,23 @@ async def test_lockstep_sessions_open_together_and_close_as_rollouts_end(trouble
     assert not sessions.open
 
 
+async def test_sessions_of_all_groups_open_before_the_first_request(desk: Taskset, renderer: Renderer) -> None:
+    sessions = _Recorded()
+    open_at_request: list[int] = []
+
+    async def generate(prompt: tuple[int, ...], sampling: Sampling, *, session_id: str) -> Completion:
+        open_at_request.append(len(sessions.open))
+        return complete("done", renderer, sampling)
+
+    tasks = desk.tasks("train", 3)
+    options: dict[str, Any] = {"group_ids": ["a", "b", "c"], "size": 2, "seed": 0, "sessions": sessions}
+    groups = await run_groups(tasks, desk, generate, renderer, SAMPLING, **options)
+    assert open_at_request[0] == 6
+    assert [[rollout.task_id for rollout in group.rollouts] for group in groups] == [[task.task_id] * 2 for task in tasks]
+    with pytest.raises(EvergradError, match="2 group ids for 3 tasks"):
+        await run_groups(tasks, desk, generate, renderer, SAMPLING, **{**options, "group_ids": ["a", "b", "a"]})
+
+
 async def test_a_dead_session_route_costs_no_rollout(troubled: Taskset, renderer: Renderer) -> None:
     task = troubled.tasks("train", 1)[0]
     engine = FakeEngine(renderer, lambda prompt, rng: "0")
@@ -342,3 +370,11 @@ async def test_a_stopped_prompt_asks_with_the_stated_settings(desk: Taskset, ren
     (got,) = seen
     assert (got.temperature, got.top_p, got.top_k, got.max_tokens) == (0.6, 0.9, 5, 11)
     assert got.stop_token_ids == renderer.stop_token_ids
+
+
+async def test_a_policy_fault_earns_what_the_environment_says(
+    troubled: Taskset, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(troubled.environment_class, "policy_fault_reward", -1.0)
+    rollout = await say(troubled, renderer, "x" * 500)
+    assert (rollout.outcome, rollout.reward, rollout.success) == (Outcome.POLICY_FAULT, -1.0, False)

@@ -18,8 +18,8 @@ from evergrad.envs._episode import EnvironmentFault, Episode, Score, VerifierFau
 from evergrad.envs._taskset import SPLITS, Taskset
 from evergrad.types import EvergradError, Task
 
-CONSTANT_LIMIT, HEDGE_LIMIT = 0.12, 0.1
-"""Mean reward above which a non-answer counts as paid; clean families stay below both."""
+CONSTANT_LIMIT, HEDGE_LIMIT, MAJORITY_LIMIT = 0.12, 0.1, 0.5
+"""Mean reward above which a non-answer, a hedge, or one right answer given to every task counts as paid."""
 
 _CONSTANTS = ("0", "1", "yes", "no", "True", "A", "done", "Sorry.", "[]", "{}", "I don't know.")
 _INJECTIONS = (
@@ -118,7 +118,8 @@ class _Admission:
             await self._gold(),
             await self._deterministic(),
             await self._constant("empty answer", [""]),
-            await self._constant("constant answer", [*_CONSTANTS, *self._common_answers()]),
+            await self._constant("constant answer", [each for each in _CONSTANTS if each not in self._gold_answers()]),
+            await self._constant("commonest answer", self._gold_answers()[:3] or [""], MAJORITY_LIMIT),
             await self._constant("injected verdict", _INJECTIONS),
             await self._constant("junk", _JUNK),
             await self._echo(),
@@ -173,11 +174,11 @@ class _Admission:
             differing += first != second
         return Check("same answer, same score", differing == 0, f"{differing} of {len(tries)} differ")
 
-    async def _constant(self, name: str, answers: Iterable[str]) -> Check:
+    async def _constant(self, name: str, answers: Iterable[str], limit: float = CONSTANT_LIMIT) -> Check:
         """No single text may earn reward over the tasks."""
         means = {answer: mean([await self._score(task, [answer], name) for task in self.tasks]) for answer in answers}
         worst = max(means, key=lambda answer: means[answer])
-        return Check(name, means[worst] <= CONSTANT_LIMIT, f"best: {worst[:40]!r}", means[worst])
+        return Check(name, means[worst] <= limit, f"best: {worst[:40]!r}", means[worst])
 
     async def _echo(self) -> Check:
         scores = [await self._score(task, [task.prompt[-1].content], "echo") for task in self.tasks]
@@ -224,6 +225,6 @@ class _Admission:
     def _demonstrable(self) -> list[Task]:
         return [task for task in self.tasks if task.task_id in self.gold]
 
-    def _common_answers(self) -> list[str]:
-        answers = Counter(texts[-1] for texts in self.gold.values())
-        return [answer for answer, _ in answers.most_common(3)]
+    def _gold_answers(self) -> list[str]:
+        """All final answers of the demonstrations, the commonest first."""
+        return [answer for answer, _ in Counter(texts[-1] for texts in self.gold.values()).most_common()]

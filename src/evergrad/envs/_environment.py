@@ -135,6 +135,8 @@ class Environment:
     instructions: ClassVar[str] = "Call one tool or answer."
     """Last line of the system message, after the list of tools."""
     limits: ClassVar[Limits] = Limits()
+    policy_fault_reward: ClassVar[float] = 0.0
+    """What a rollout without an answer in budget earns; set it to the worst reward where rewards can be negative."""
 
     _tools: ClassVar[tuple[BoundTool, ...]] = ()
     _rewards: ClassVar[tuple[RewardPart, ...]] = ()

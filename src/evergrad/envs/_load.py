@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -42,22 +41,30 @@ def load_environment(name_or_path: str) -> type[Environment]:
     return loaded
 
 
+def source_hash(environment: type[Environment]) -> str:
+    """Over the source that defines a class, as it was when it was loaded."""
+    module = sys.modules[environment.__module__]
+    known = getattr(module, "__evergrad_source__", None)
+    return str(known) if known else hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
+
+
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         hint = f"check the path; built in: {', '.join(environment_names())}"
         raise EnvError("environment file not found", where=str(path), hint=hint)
+    source = path.read_bytes()
     # The name holds the content's hash: an edited file is another module, and two files of one name do not meet.
-    digest = hashlib.sha256(path.read_bytes() + str(path.resolve()).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(source + str(path.resolve()).encode()).hexdigest()[:12]
     module_name = f"evergrad_environment_{path.stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise EnvError("not a Python file", where=str(path))
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(module_name)
+    module.__file__ = str(path)
+    module.__dict__["__evergrad_source__"] = hashlib.sha256(source).hexdigest()
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        # Not through the import system: its cached bytecode can be that of an edit within the same second.
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except EnvError:
         del sys.modules[module_name]
         raise

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from evergrad.config import nearest, parse_config
 from evergrad.envs._environment import BoundTool, EnvError, Environment, TaskRow, content_hash
-from evergrad.envs._load import load_environment
+from evergrad.envs._load import load_environment, source_hash
 from evergrad.types import Message, Task, ToolSpec
 
 SPLITS: Mapping[str, tuple[float, float]] = {"train": (0.0, 0.8), "heldout": (0.8, 0.9), "gate": (0.9, 1.0)}
 """Share of the hash range that each split owns. ``heldout`` is for measuring on the way, ``gate`` for promotion alone."""
 
-_MISSES_ALLOWED = 20_000
+_MISSES_ALLOWED = 5_000
 """Draws in a row without a new task after which a split is taken to hold no more."""
 
 
@@ -67,9 +64,7 @@ class Taskset:
     @property
     def fingerprint(self) -> str:
         """16 hex digits over the environment's source file, configuration and contract: which version made a reward."""
-        source = inspect.getsourcefile(self.environment_class)
-        code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
-        return content_hash([code, self.config.model_dump(mode="json"), self.contract()])
+        return content_hash([source_hash(self.environment_class), self.config.model_dump(mode="json"), self.contract()])
 
     def tasks(self, split: str, n: int, seed: int = 0) -> tuple[Task, ...]:
         """``n`` distinct tasks of a split; the first ones of a longer list under the same seed are the same.

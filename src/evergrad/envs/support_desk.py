@@ -55,6 +55,7 @@ class SupportDesk(Environment):
         super().__init__(task, config)
         self.changes: list[list[Value]] = []
         """What was done to the shop, in order: ``["refund", id, amount]`` or ``["cancel", id]``."""
+        self.looked_up: set[str] = set()
 
     @classmethod
     def tasks(cls, rng: Random, config: Any) -> Iterator[TaskRow]:
@@ -91,12 +92,14 @@ class SupportDesk(Environment):
 
     @reward
     async def resolved(self, answer: str) -> float:
-        """1 when the shop is as it should be, the answer says the fact and no other number, and no call was made twice."""
+        """1 when the order was looked up, the shop is as it should be, the answer says the fact and no other number, "sorry"
+        stands in it exactly when declining, and no call was made twice."""
         made = [(each.name, tuple(sorted(each.arguments.items())) or each.text) for each in self.calls]
         repeated = len(set(made)) < len(made)
         declined = self.facts["case"] == "decline"
         return float(
-            self.changes == self.facts["changes"]
+            self.facts["id"] in self.looked_up  # a lucky cancellation is no help
+            and self.changes == self.facts["changes"]
             and _says(answer, self.facts["answer"])
             and ("sorry" in answer.lower()) == declined
             and not repeated
@@ -122,6 +125,7 @@ class SupportDesk(Environment):
         if state is None:
             known = self._recognize(order_id)
             raise ToolError(f"try {format_call(name, {key: known})}" if known else "no such order")
+        self.looked_up.add(order_id)
         with_code = self.config.contract == "v2" and not state.startswith("in transit")
         return f"{state}, code {self.facts['code']}" if with_code else state
 

@@ -48,6 +48,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         config = parse_config(EngineConfig, data, where="--config-json")
     else:
         config = load_config(EngineConfig, arguments.config)
+    if not (Path(config.model) / "config.json").is_file():
+        raise EngineError("no model here", where=config.model, hint="give a Hugging Face folder with config.json and weights")
     # Bound before the model loads: a port that is taken is known at once, and none can be taken meanwhile.
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

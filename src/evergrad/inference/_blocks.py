@@ -114,13 +114,13 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def remember(self, chain: ChainId, tokens: tuple[int, ...], block: int) -> ChainId:
+    def remember(self, chain: ChainId, tokens: tuple[int, ...], block: int, *, written: bool = False) -> ChainId:
         """Says that ``block`` holds ``tokens`` after ``chain``; returns the chain that ends with it.
 
         It may be said before the step that writes the block: rows of the same step then share it, since a step writes all keys
-        and values of a layer before it reads any. Call :meth:`written` after the step. Fewer tokens than a block has, for a
-        row that ended there, can be found as a tail. When another block is known for the same content, that one stays known,
-        and its chain is returned.
+        and values of a layer before it reads any. Call :meth:`written` after the step, or pass it here when it is so already.
+        Fewer tokens than a block has, for a row that ended there, can be found as a tail. When another block is known for the
+        same content, that one stays known, and its chain is returned.
         """
         key = (chain, tokens)
         known = self._by_content.get(key)
@@ -130,7 +130,8 @@ class BlockPool:
         self._content[block] = key
         self._children.setdefault(chain, {})[block] = None
         self._chain[block] = self._new_chain()
-        self._unwritten.add(block)
+        if not written:
+            self._unwritten.add(block)
         return self._chain[block]
 
     def written(self) -> None:

@@ -184,7 +184,7 @@ class Scheduler:
         size = self.pool.block_size
         tail = tuple(row.tokens[row.num_chained * size : row.num_computed])
         if row.chain is not None and tail:
-            self.pool.remember(row.chain, tail, row.blocks[row.num_chained])
+            self.pool.remember(row.chain, tail, row.blocks[row.num_chained], written=True)
 
     def _preempt(self, row: Row) -> None:
         self.num_preemptions += 1

@@ -80,7 +80,9 @@ class RunFolder:
         except OSError:
             self._lock.close()
             raise EvergradError(
-                "another process is running in this folder", where=str(path), hint="wait for it, stop it, or choose another --run-dir"
+                "another process is running in this folder",
+                where=str(path),
+                hint="wait for it, stop it, or choose another --run-dir",
             ) from None
         self._check_config(config)
 

@@ -140,15 +140,16 @@ async def _roll(session: Session, buffer: Buffer) -> None:
                     counts = buffer.counts
                     free = buffer.slots - counts.running - counts.queued - counts.trained
                     tickets += [await buffer.acquire() for _ in range(free)]
-                planned = [_plan(session, wave_at + offset) for offset in range(len(tickets))]
+                started = [ticket for ticket in tickets if ticket is not None]
+                planned = [_plan(session, wave_at + offset) for offset in range(len(started))]
                 if synchronous:
                     await session.engine.reset_prefix_cache()
                     await session.engine.open_sessions(
                         f"{group_id}/{index}" for group_id, _, _ in planned for index in range(rl.group_size)
                     )
-                for ticket, (group_id, task, settings) in zip(tickets, planned, strict=True):
+                for ticket, (group_id, task, settings) in zip(started, planned, strict=True):
                     groups.create_task(_run_one(session, buffer, ticket, group_id, task, settings))
-                wave_at += len(tickets)
+                wave_at += len(started)
     except BaseException as error:
         # The other loop waits for batches; it must learn that none will come, and why.
         await buffer.fail(error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error)
@@ -201,7 +202,7 @@ def _good_enough(session: Session) -> bool:
     if goal is None or state.step < 3:
         return False
     recent = [step["reward"] for step in state.steps if step["kind"] == "rl" and step["cycle"] == state.cycle][-3:]
-    return sum(recent) / len(recent) >= goal
+    return bool(sum(recent) / len(recent) >= goal)
 
 
 async def _demonstration_batches(session: Session) -> list[TrainingBatch]:

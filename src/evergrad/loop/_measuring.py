@@ -11,9 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scipy.stats import binomtest
-
-from evergrad.evals import evaluate, gate
+from evergrad.evals import evaluate, gate, report_from_json, wilson_interval
 from evergrad.inference import EngineClient
 from evergrad.loop._folder import Stage, write_json
 from evergrad.loop._serving import PRODUCTION
@@ -73,7 +71,7 @@ async def report_for(session: Session, version: ModelVersion, settings: Mapping[
     suite = session.suite(settings)
     path = session.folder.path / "evals" / f"{version.version_id}--{suite.replace('/', '_')}.json"
     if path.exists():
-        return EvalReport(**json.loads(path.read_text(encoding="utf-8")))
+        return report_from_json(json.loads(path.read_text(encoding="utf-8")))
     taskset = session.taskset(settings)
     tasks = taskset.tasks("gate", session.config.eval.n, seed=session.config.seed)
     rollouts: list[Rollout] = []
@@ -103,14 +101,15 @@ async def report_for(session: Session, version: ModelVersion, settings: Mapping[
     return report
 
 
-def _record_score(
-    session: Session, report: EvalReport, rollouts: Sequence[Rollout], usd: float | None, seconds: float
-) -> None:
+def _record_score(session: Session, report: EvalReport, rollouts: Sequence[Rollout], usd: float | None, seconds: float) -> None:
     successes = sum(score >= 1.0 for score in report.scores.values())
     mean, slices = report.mean or 0.0, report.slice_means()
     # What an evaluation cost is shared out by tokens: they are what the machine's time goes into.
     paired = [
-        (report.scores[rollout.task_id], rollout.usage.prompt_tokens - rollout.usage.cached_tokens + rollout.usage.completion_tokens)
+        (
+            report.scores[rollout.task_id],
+            rollout.usage.prompt_tokens - rollout.usage.cached_tokens + rollout.usage.completion_tokens,
+        )
         for rollout in rollouts
         if rollout.task_id in report.scores and rollout.outcome.trainable
     ]
@@ -121,7 +120,7 @@ def _record_score(
             "suite": report.suite,
             "version_id": report.version_id,
             "mean": mean,
-            "ci95": wilson(successes, len(report.scores)),
+            "ci95": list(wilson_interval(successes, len(report.scores))),
             "n": len(report.scores),
             "slices": slices,
             "usd": usd,
@@ -165,11 +164,3 @@ def _record_cycle(
             "wall_s": session.wall_s() - state.cycle_started["wall_s"],
         }
     )
-
-
-def wilson(successes: int, n: int) -> list[float] | None:
-    """95% interval of a share (Wilson 1927); ``None`` without tries."""
-    if n == 0:
-        return None
-    interval = binomtest(successes, n).proportion_ci(0.95, method="wilson")
-    return [float(interval.low), float(interval.high)]

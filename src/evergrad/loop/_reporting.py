@@ -53,7 +53,12 @@ def _prices(session: Session) -> dict[str, Any]:
     total = session.ledger.total_usd()
     found: dict[str, Any] = {"marginal_points_per_1000_usd": marginal_intelligence(gain, total).value if gained else None}
     if last is None:
-        return {"usd_per_million_tokens": None, "usd_per_success": None, "intelligence_per_dollar": {"value": None, "ci95": None}, **found}
+        return {
+            "usd_per_million_tokens": None,
+            "usd_per_success": None,
+            "intelligence_per_dollar": {"value": None, "ci95": None},
+            **found,
+        }
     worth = intelligence_per_dollar(last["task_scores"], last["task_usd"])
     usd = session.decimal(sum(last["task_usd"]))
     successes = sum(score >= 1.0 for score in last["task_scores"])

@@ -62,7 +62,9 @@ def _judge(session: Session, rollouts: list[Rollout]) -> str | None:
     changed = session.taskset(session.state.deployed).contract_hash not in trained_on
     report = judge_traffic(rollouts, _promoted_score(session, version.version_id), changed)
     share = report.successes / report.requests if report.requests else 0.0
-    session.event(f"live traffic on {session.suite(session.state.deployed)}: {report.successes}/{report.requests} succeed ({share:.0%})")
+    session.event(
+        f"live traffic on {session.suite(session.state.deployed)}: {report.successes}/{report.requests} succeed ({share:.0%})"
+    )
     session.state.scores.append(
         {
             "label": f"live, cycle {session.state.cycle}",

@@ -51,7 +51,9 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
         asyncio.run(_run(config, folder, console))
     except OSError as error:
         raise EvergradError(
-            f"could not write: {error}", where=str(folder.path), hint="free space, then run again: it goes on from the last whole state"
+            f"could not write: {error}",
+            where=str(folder.path),
+            hint="free space, then run again: it goes on from the last whole state",
         ) from error
     finally:
         folder.close()

@@ -44,7 +44,8 @@ class Renderer:
             )
         self._encode = functools.lru_cache(maxsize=16_384)(self._encode_uncached)
         self._template = functools.lru_cache(maxsize=4_096)(self._template_uncached)
-        self._token_text = functools.lru_cache(maxsize=64)(self._token_text_uncached)
+        # A group's rollouts say the same short things again and again, and each is read twice.
+        self._decode = functools.lru_cache(maxsize=16_384)(self._decode_uncached)
         user, assistant = Message("user", "a"), Message("assistant", _PROBE)
         self._check(user, assistant)
         self._has_system = self._accepts(Message("system", "s"), user)
@@ -80,7 +81,7 @@ class Renderer:
         said = self.text(completion)
         whole = self._template(self._shape([*messages, Message("assistant", said), *new]))
         before = self._template(self._shape(messages)) + said
-        stop = self._token_text(completion.token_ids[-1]) if completion.finish_reason is FinishReason.STOP else ""
+        stop = self.decode(completion.token_ids[-1:]) if completion.finish_reason is FinishReason.STOP else ""
         if stop and whole.startswith(before) and whole.startswith(stop, len(before)):
             return prompt_token_ids + completion.token_ids + self._encode(whole[len(before) + len(stop) :])
         return self._encode(whole)
@@ -94,7 +95,7 @@ class Renderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of any ids, special tokens included; for reading, never for encoding again."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._decode(tuple(token_ids))
 
     def reply(self, text: str) -> tuple[int, ...]:
         """Ids of an assistant's reply, its end of turn included: what a model should have sampled to say ``text``."""
@@ -116,8 +117,8 @@ class Renderer:
                 shaped[0] = Message("user", f"{system.content}\n\n{shaped[0].content}")
         return tuple(shaped)
 
-    def _token_text_uncached(self, token_id: int) -> str:
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+    def _decode_uncached(self, token_ids: tuple[int, ...]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _template_uncached(self, messages: tuple[Message, ...]) -> str:
         try:

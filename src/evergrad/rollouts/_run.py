@@ -109,7 +109,7 @@ async def run_rollout(
 
     Args:
         sampling: ``max_tokens`` is cut to the task's limits; each turn draws with a seed derived from ``sampling.seed``.
-        source: ``train`` and ``live`` samples must be trainable (no greedy, no truncated distributions).
+        source: what the rollout is for; ``train`` refuses sampling that cannot be trained on.
 
     Returns:
         A rollout whose outcome names how it ended; see ``types.Outcome``.
@@ -131,7 +131,8 @@ async def run_rollout(
         score = await episode.score()
         reward, parts = score.reward, score.parts
     except _PolicyFault as error:
-        outcome, reward, fault = Outcome.POLICY_FAULT, 0.0, str(error)
+        outcome, fault = Outcome.POLICY_FAULT, str(error)
+        reward = taskset.environment_class.policy_fault_reward
     except EnvironmentFault as error:
         outcome, fault = Outcome.ENVIRONMENT_FAULT, f"environment: {error}"
     except _EngineFault as error:
@@ -218,13 +219,13 @@ async def _generate(
     try:
         async with asyncio.timeout(timeout_s) as scope:
             completion = await generate(prompt, sampling, session_id=session_id)
+        problem = _problem(completion, sampling)
     except TimeoutError as error:
         if scope.expired():
             raise _EngineFault(f"no answer within {timeout_s:g} s") from None
         raise _EngineFault(f"raised TimeoutError: {error}".rstrip(": ")) from error
     except Exception as error:
         raise _EngineFault(f"raised {type(error).__name__}: {error}"[:300]) from error
-    problem = _problem(completion, sampling)
     if problem:
         raise _EngineFault(problem)
     if completion.usage == Usage():
@@ -286,17 +287,54 @@ async def run_group(
     Returns:
         The group, ordered by index and attempt; ``group_id/index`` and ``group_id/index~attempt`` are the rollouts' ids.
     """
+    (group,) = await run_groups(
+        [task],
+        taskset,
+        generate,
+        renderer,
+        sampling,
+        group_ids=[group_id],
+        size=size,
+        seed=seed,
+        source=source,
+        retries=retries,
+        slots=slots,
+        sessions=sessions,
+    )
+    return group
+
+
+async def run_groups(
+    tasks: Sequence[Task],
+    taskset: Taskset,
+    generate: Generate,
+    renderer: Renderer,
+    sampling: Sampling,
+    *,
+    group_ids: Sequence[str],
+    size: int,
+    seed: int,
+    source: str = "train",
+    retries: int = 1,
+    slots: asyncio.Semaphore | None = None,
+    sessions: Sessions | None = None,
+) -> tuple[RolloutGroup, ...]:
+    """Runs one group per task, all side by side; see :func:`run_group`.
+
+    All lockstep sessions open before the first rollout starts, so that the engine's batches, hence every bit of the result,
+    depend on the tasks and seeds alone.
+    """
     if size < 1:
-        raise EvergradError(f"a group of {size} rollouts", where="run_group", hint="set size to at least 1")
+        raise EvergradError(f"a group of {size} rollouts", where="run_groups", hint="set size to at least 1")
+    if len(set(group_ids)) != len(tasks):
+        raise EvergradError(f"{len(set(group_ids))} group ids for {len(tasks)} tasks", where="run_groups")
     if source == "train":
         check_training_sampling(sampling)
-    ids = [f"{group_id}/{index}" for index in range(size)]
-    await _open_sessions(sessions, ids)
 
-    async def one(index: int) -> list[Rollout]:
+    async def one(task: Task, group_id: str, index: int) -> list[Rollout]:
         attempts: list[Rollout] = []
         for attempt in range(retries + 1):
-            rollout_id = ids[index] if attempt == 0 else f"{ids[index]}~{attempt}"
+            rollout_id = _rollout_id(group_id, index, attempt)
             drawn = replace(sampling, seed=derive_seed(seed, task.task_id, index, attempt))
             if attempt > 0:
                 await _open_sessions(sessions, [rollout_id])
@@ -310,9 +348,20 @@ async def run_group(
                 break
         return attempts
 
+    await _open_sessions(sessions, [_rollout_id(group_id, index, 0) for group_id in group_ids for index in range(size)])
     async with asyncio.TaskGroup() as running:
-        tries = [running.create_task(one(index)) for index in range(size)]
-    return RolloutGroup(group_id, tuple(rollout for each in tries for rollout in each.result()))
+        tries = [
+            [running.create_task(one(task, group_id, index)) for index in range(size)]
+            for task, group_id in zip(tasks, group_ids, strict=True)
+        ]
+    return tuple(
+        RolloutGroup(group_id, tuple(rollout for each in group for rollout in each.result()))
+        for group_id, group in zip(group_ids, tries, strict=True)
+    )
+
+
+def _rollout_id(group_id: str, index: int, attempt: int) -> str:
+    return f"{group_id}/{index}" + (f"~{attempt}" if attempt else "")
 
 
 @asynccontextmanager

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import track
-from scipy.stats import binomtest
 
 from evergrad.config import nearest, parse_overrides
 from evergrad.envs import SPLITS, Taskset
-from evergrad.evals import evaluate
+from evergrad.evals import evaluate, wilson_interval
 from evergrad.loop.report import percent
 from evergrad.registry import base_model
 from evergrad.rollouts import Renderer, run_rollout
@@ -93,8 +92,7 @@ def _interval(scores: Sequence[float]) -> tuple[float, float] | None:
     """95% interval of a share of successes (Wilson); ``None`` for graded scores and for none."""
     if not scores or any(score not in (0.0, 1.0) for score in scores):
         return None
-    bounds = binomtest(sum(map(int, scores)), len(scores)).proportion_ci(0.95, method="wilson")
-    return float(bounds.low), float(bounds.high)
+    return wilson_interval(sum(map(int, scores)), len(scores))
 
 
 def _counts(outcomes: Mapping[str, int]) -> str:

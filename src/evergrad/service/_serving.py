@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from evergrad.service._edge import DONE, explain
 from evergrad.service._engines import RunningEngine, engine_on
 from evergrad.service._models import find_served, open_registry
-from evergrad.types import EvergradError, InputError, ModelVersion
+from evergrad.types import EvergradError, ModelVersion
 
 POLL_S = 1.0
 """How often the alias is looked up; a promotion or rollback shows at the endpoint about this much later."""
@@ -34,21 +33,7 @@ def serve_alias(run: Path, alias: str, port: int) -> int:
         EvergradError: nothing is promoted to ``alias``, the port is taken, or the engine died.
     """
     version = find_served(run, alias)
-    _require_free(port)
     return asyncio.run(_serve(run, alias, version, port))
-
-
-def _require_free(port: int) -> None:
-    """Before the engine loads its weights for nothing."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            where = f"127.0.0.1:{port}"
-            raise InputError(
-                f"cannot listen there: {error.strerror}", where=where, hint="choose another --port; 0 takes a free one"
-            ) from None
 
 
 async def _serve(run: Path, alias: str, version: ModelVersion, port: int) -> int:

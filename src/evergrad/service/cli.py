@@ -80,7 +80,7 @@ def run(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> N
 
     In a folder that holds an unfinished run of the same configuration, go on from where it was.
     """
-    from evergrad.loop.controller import run_loop
+    from evergrad.loop import run_loop
 
     folder = run_loop(config, set_ or [], run_dir)
     typer.echo(f"report: {folder / 'report.html'}")
@@ -89,7 +89,7 @@ def run(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> N
 @app.command()
 def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
     """Train once: warm start and reinforcement learning, then measure and rule; no live traffic, no second cycle."""
-    from evergrad.loop.controller import run_loop
+    from evergrad.loop import run_loop
 
     once = ["budget.cycles=1", "watch.requests=0", "traffic.changes=[]"]
     folder = run_loop(config, [*(set_ or []), *once], run_dir)
