@@ -74,12 +74,22 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """A transaction: all of it is kept, or none of it when the block raises or the process dies."""
-        with self.engine.connect().execution_options(evergrad_write=True) as connection, connection.begin():
-            if self.engine.dialect.name == "postgresql":
-                lock = zlib.crc32(f"evergrad/{self._room}".encode())
-                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": lock})
-            yield connection
+        """A transaction: all of it is kept, or none of it when the block raises or the process dies.
+
+        Raises:
+            DatabaseError: the database cannot be written: disk full, read-only, gone, or locked for too long.
+        """
+        try:
+            with self.engine.connect().execution_options(evergrad_write=True) as connection, connection.begin():
+                if self.engine.dialect.name == "postgresql":
+                    lock = zlib.crc32(f"evergrad/{self._room}".encode())
+                    connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": lock})
+                yield connection
+        except sa.exc.OperationalError as error:
+            hint = "free space, or see who holds it; nothing of this transaction was kept"
+            raise DatabaseError(
+                f"cannot write to the {self._room} database: {error.orig}", where=self.where, hint=hint
+            ) from error
 
     def _ensure_schema(self) -> None:
         schemas = sa.Table(

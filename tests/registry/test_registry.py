@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
@@ -248,6 +249,74 @@ def test_killed_at_each_write_of_a_promotion_nothing_has_happened(registry: Regi
     registry.promote("production", "c", yes("c", "b"))
 
 
+STRESS = """
+import itertools, sys
+from evergrad.registry import Registry
+from evergrad.types import Verdict
+registry = Registry(sys.argv[1])
+print("ready", flush=True)
+for number in itertools.count():
+    current = registry.resolve("production")
+    if number % 3 == 2:
+        registry.rollback("production")
+    else:
+        other = {"a": "b", "b": "c", "c": "b"}[current]
+        registry.promote("production", other, Verdict(True, ("wins",), {}, other, current))
+"""
+
+
+def test_killed_at_any_moment_pointer_and_audit_agree(registry: Registry, path: Path) -> None:
+    registry.promote("production", "a", bootstrap=True)
+    draws = random.Random(0)
+    before = 0
+    for _ in range(4):
+        child = subprocess.Popen([sys.executable, "-c", STRESS, str(path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        moves = len(registry.history("production")) + draws.randrange(1, 30)
+        while len(registry.history("production")) < moves:
+            pass
+        child.kill()
+        child.wait()
+        history = Registry(path).history("production")
+        assert len(history) > before
+        before = len(history)
+        assert registry.resolve("production") == history[-1].version_id
+        stack: list[str] = []
+        for event in history:
+            assert event.from_version_id == (stack[-1] if stack else None)
+            if event.action == "rollback":
+                stack.pop()
+            else:
+                stack.append(event.version_id)
+            assert event.version_id == stack[-1]
+        promoted = [event for event in history if event.action == "promote"]
+        assert sum(len(registry.verdicts(name)) for name in "abc") == len(promoted), "each verdict with its move"
+
+
+def test_a_full_disk_is_one_clear_error_and_changes_nothing(registry: Registry, path: Path) -> None:
+    registry.promote("production", "a", bootstrap=True)
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from evergrad.registry import Registry\n"
+        "from evergrad.types import Verdict, EvergradError\n"
+        "registry = Registry(sys.argv[1])\n"
+        "size = max(path.stat().st_size for path in Path(sys.argv[1]).parent.iterdir())\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))\n"
+        "try:\n"
+        "    registry.promote('production', 'b', Verdict(True, ('x' * 500_000,), {}, 'b', 'a'))\n"
+        "except EvergradError as error:\n"
+        "    print(error)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert "cannot write to the registry database: " in child.stdout
+    assert registry.resolve("production") == "a"
+    assert registry.verdicts("b") == ()
+    registry.promote("production", "b", yes("b", "a"))
+
+
 def test_readers_go_on_while_a_writer_holds_its_transaction(registry: Registry, path: Path) -> None:
     registry.promote("production", "a", bootstrap=True)
     with sqlite3.connect(path, isolation_level=None) as writer:
@@ -332,7 +401,7 @@ class AliasMachine(RuleBasedStateMachine):
 
 
 TestAliasMachine = AliasMachine.TestCase
-TestAliasMachine.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+TestAliasMachine.settings = settings(max_examples=8, stateful_step_count=15, deadline=None)
 
 
 @pytest.mark.skipif("EVERGRAD_TEST_DATABASE" not in os.environ, reason="needs the URL of a PostgreSQL database to empty")
