@@ -75,6 +75,45 @@ def test_bad_input_is_one_line_that_names_what_exists(cli: Cli, run: Path, argum
     assert result.code == 2
 
 
+GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "names"),
+    [
+        (GOOD.replace("model", "modle"), [], "unknown key 'modle': did you mean 'model'?"),
+        (GOOD + "[learn.rl]\nstep = 3\n", [], "unknown key 'learn.rl.step': did you mean 'steps'?"),
+        (GOOD + "[learn.rl\n", [], "not valid TOML"),
+        (GOOD, ["--set", "learn.rl.grup_size=4"], "did you mean 'group_size'?"),
+        (GOOD, ["--set", "learn.rl.steps"], "is not key=value"),
+        (GOOD, ["--set", "learn.rl.steps=many"], "learn.rl.steps"),
+        (GOOD, ["--set", "budget.usd=0"], "budget.usd"),
+        (GOOD, ["--set", "budget.cycles=0"], "budget.cycles"),
+        (GOOD, ["--set", "learn.rl.group_size=1"], "group_size"),
+        (GOOD, ["--set", "environment.name=suport_desk"], "did you mean 'support_desk'?"),
+        (GOOD, ["--set", "environment.name=broken.py"], "environment raised at import: ZeroDivisionError"),
+        (GOOD, ["--set", "environment.settings.dificulty=easy"], "did you mean 'difficulty'?"),
+        (GOOD, ["--set", 'traffic.changes=[{after_cycle=1,settings={contract="v9"}}]'], "has no contract 'v9'"),
+        (GOOD, ["--set", "learn.warm_start.settings.dificulty=easy"], "did you mean 'difficulty'?"),
+        (GOOD, ["--set", "model=tinny"], "did you mean 'tiny'?"),
+        (GOOD, ["--set", "model=./empty"], "empty"),
+        (None, [], "configuration file not found"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_anything_is_written(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, words: list[str], names: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    if text is not None:
+        (tmp_path / "my.toml").write_text(text)
+    result = cli("run", "my.toml", *words)
+    assert names in result.error()
+    assert result.code == 2
+    assert not (tmp_path / "runs").exists()
+
+
 def test_no_run_yet_says_how_to_start_one(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = cli("cost")

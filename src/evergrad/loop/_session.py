@@ -272,10 +272,7 @@ class Session:
     # -- start -----------------------------------------------------------------------------------------------------------
 
     async def _model_folder(self) -> Path:
-        def progress(what: str, share: float) -> None:
-            self.console.note(f"  {self.config.model}: {what} ({share:.0%})")
-
-        return await asyncio.to_thread(base_model, self.config.model, None, progress)
+        return await asyncio.to_thread(base_model, self.config.model)
 
     async def _start_workers(self, model: Path) -> None:
         config, threads = self.config, self.cores

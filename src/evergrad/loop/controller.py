@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.config import load_config
-from evergrad.envs import load_environment
+from evergrad.envs import Taskset
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
@@ -34,6 +34,7 @@ from evergrad.loop._session import Session
 from evergrad.loop._watching import watch
 from evergrad.loop.config import RunConfig
 from evergrad.loop.placement import WorkerDied
+from evergrad.registry import base_model
 from evergrad.types import EvergradError
 
 
@@ -45,7 +46,7 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     """
     config = load_config(RunConfig, config_path, overrides or ())
     console = LoopConsole()
-    load_environment(config.environment.name)  # fails here, before anything is started or written
+    _check_inputs(config, console)
     folder = RunFolder(run_dir or Path("runs") / config.name, config)
     try:
         asyncio.run(_run(config, folder, console))
@@ -58,6 +59,17 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     finally:
         folder.close()
     return folder.path
+
+
+def _check_inputs(config: RunConfig, console: LoopConsole) -> None:
+    """Fails here, before anything is started or written: the model, and the environment under each setting to come."""
+    settings = dict(config.environment.settings)
+    for recipe in (config.learn, config.adapt or config.learn):
+        Taskset(config.environment.name, {**settings, **recipe.warm_start.settings})
+    for change in [None, *config.traffic.changes]:
+        settings |= change.settings if change else {}
+        Taskset(config.environment.name, settings)
+    base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
 
 
 async def _run(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
