@@ -38,6 +38,10 @@ class EvergradError(Exception):
         super().__init__(f"{what}{place}{advice}")
 
 
+class InputError(EvergradError):
+    """What the user gave cannot be used as it is; the command line answers with exit code 2, to a failure with 1."""
+
+
 class Outcome(StrEnum):
     """How a rollout ended; exactly one of these.
 

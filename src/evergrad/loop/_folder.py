@@ -38,7 +38,13 @@ class LoopState:
     stage: Stage = Stage.WARM_START
     step: int = 0
     """Optimizer steps done in this stage."""
+    group: int = 0
+    """Groups of this cycle that were trained; the next one is planned from it."""
+    rl_step: int = 0
+    """RL steps of the whole run; names the rollout files."""
     policy_version: int = 0
+    incumbent: str | None = None
+    """What ``production`` served when this cycle's candidate was measured."""
     trigger: str = "first start"
     deployed: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment as the world runs it now."""
@@ -74,7 +80,9 @@ class RunFolder:
         except OSError:
             self._lock.close()
             raise EvergradError(
-                "another process is running in this folder", where=str(path), hint="wait for it, stop it, or choose another --run-dir"
+                "another process is running in this folder",
+                where=str(path),
+                hint="wait for it, stop it, or choose another --run-dir",
             ) from None
         self._check_config(config)
 

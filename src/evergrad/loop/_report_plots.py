@@ -57,14 +57,14 @@ def success(scores: Sequence[Row]) -> str:
     rows = [row for row in scores if row.get("mean") is not None]
     if not rows:
         return ""
-    labels = list(dict.fromkeys(_text(row.get("label")) for row in rows))
+    labels = list(dict.fromkeys(_event(row) for row in rows))
     suites = list(dict.fromkeys(_text(row.get("suite")) for row in rows))
-    measured = {(_text(row.get("label")), _text(row.get("suite"))) for row in rows}
+    measured = {(_event(row), _text(row.get("suite"))) for row in rows}
     with _figure(_WIDE) as (figure, axes):
         beside = {label: [suite for suite in suites if (label, suite) in measured] for label in labels}
         for number, suite in enumerate(suites):
             mine = [row for row in rows if _text(row.get("suite")) == suite]
-            places = [labels.index(label) + _shift(beside[label], suite) for label in (_text(row.get("label")) for row in mine)]
+            places = [labels.index(label) + _shift(beside[label], suite) for label in (_event(row) for row in mine)]
             _draw_suite(axes, suite, places, mine, _COLORS[number % len(_COLORS)])
         axes.set_xticks(range(len(labels)), [_wrapped(label) for label in labels], parse_math=False)
         axes.set_xlim(-0.4, len(labels) - 0.4)
@@ -167,7 +167,7 @@ def _label_apart(axes: Any, rows: Sequence[Row], suites: Sequence[str]) -> None:
         place = (across + (-0.018 if left else 0.018), line)
         color = _COLORS[suites.index(_text(row.get("suite"))) % len(_COLORS)]
         style = {"ha": "right" if left else "left", "va": "center", "size": 8, "color": color, "parse_math": False}
-        label = axes.annotate(_text(row.get("label")), place, xycoords="axes fraction", **style)
+        label = axes.annotate(_event(row), place, xycoords="axes fraction", **style)
         label.set_in_layout(False)
 
 
@@ -245,7 +245,12 @@ def _text(value: Any, width: int = 32) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _wrapped(label: str, width: int = 14) -> str:
+def _event(row: Row) -> str:
+    """The row's label; the legend names the suite, so the label need not."""
+    return _text(str(row.get("label", "")).removesuffix(f" on {row.get('suite')}"))
+
+
+def _wrapped(label: str, width: int = 18) -> str:
     import textwrap
 
     return "\n".join(textwrap.wrap(label, width)[:3]) or label

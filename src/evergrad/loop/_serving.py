@@ -38,7 +38,7 @@ class Serving:
             return self.version
         version = self._registry.get(version_id)
         if self._client is None:
-            worker = await self._placement.start("serving", "evergrad.inference", self._config, ("--port", "0"))
+            worker = await self._placement.start("serving", "evergrad.inference", self._config)
             self._client = EngineClient(worker.base_url, worker.token)
         await self._client.load_weights(
             str(self._root / version.weights_uri), version.policy_version, served_names=[PRODUCTION, version.version_id]
@@ -46,9 +46,12 @@ class Serving:
         self.version = version
         return version
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Serving:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
         if self._client is not None:
-            await self._client.aclose()
+            await self._client.close()
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.config import load_config
-from evergrad.envs import load_environment
+from evergrad.envs import Taskset
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
+from evergrad.loop._reporting import report
 from evergrad.loop._session import Session
-from evergrad.loop._watching import watch
+from evergrad.loop._watching import begin_next_cycle, watch
 from evergrad.loop.config import RunConfig
 from evergrad.loop.placement import WorkerDied
+from evergrad.loop.report import read_report
+from evergrad.registry import base_model
 from evergrad.types import EvergradError
 
 
@@ -44,17 +47,47 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     """
     config = load_config(RunConfig, config_path, overrides or ())
     console = LoopConsole()
-    load_environment(config.environment.name)  # fails here, before anything is started or written
+    _check_inputs(config, console)
     folder = RunFolder(run_dir or Path("runs") / config.name, config)
     try:
-        asyncio.run(_run(config, folder, console))
+        if _may_go_on(config, folder):
+            asyncio.run(_run(config, folder, console))
+        else:
+            console.note(f"{folder.path} is finished; to go on raise budget.cycles, to start anew choose another --run-dir")
+        console.summary(read_report(folder.path))
     except OSError as error:
         raise EvergradError(
-            f"could not write: {error}", where=str(folder.path), hint="free space, then run again: it goes on from the last whole state"
+            f"could not write: {error}",
+            where=str(folder.path),
+            hint="free space, then run again: it goes on from the last whole state",
         ) from error
     finally:
         folder.close()
     return folder.path
+
+
+def _may_go_on(config: RunConfig, folder: RunFolder) -> bool:
+    """Whether anything is left to do; a larger budget opens a finished run again."""
+    state = folder.load_state(LoopState())
+    if state.stage is not Stage.DONE:
+        return True
+    if state.cycle >= config.budget.cycles:
+        return False
+    begin_next_cycle(state, "schedule")
+    state.stage, state.step = Stage.WARM_START, 0
+    folder.save_state(state)
+    return True
+
+
+def _check_inputs(config: RunConfig, console: LoopConsole) -> None:
+    """Fails here, before anything is started or written: the model, and the environment under each setting to come."""
+    settings = dict(config.environment.settings)
+    for recipe in (config.learn, config.adapt or config.learn):
+        Taskset(config.environment.name, {**settings, **recipe.warm_start.settings})
+    for change in [None, *config.traffic.changes]:
+        settings |= change.settings if change else {}
+        Taskset(config.environment.name, settings)
+    base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
 
 
 async def _run(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
@@ -94,15 +127,14 @@ async def _turn_cycles(session: Session) -> None:
     state = session.state
     stages: dict[Stage, Any] = {Stage.WARM_START: warm_start, Stage.LEARN: learn, Stage.MEASURE: measure, Stage.WATCH: watch}
     while state.stage is not Stage.DONE:
-        if state.stage is Stage.WARM_START and state.step == 0:
-            _begin_cycle(session, state)
+        _begin_cycle(session, state)
         following = await stages[state.stage](session)
         session.enter(following)
-        session.write_report()
-    session.finish()
+        report(session)
 
 
 def _begin_cycle(session: Session, state: LoopState) -> None:
+    session.clock.subject = f"cycle-{state.cycle}"
     if state.cycle_started.get("cycle") == state.cycle:
         return
     usd = session.spent_usd()

@@ -7,8 +7,9 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
 ``seed``, ``wall_s``
     The run's seed; how long it has taken, waiting included.
 ``cycles[]``
-    ``trigger``, ``score_before``, ``score_after``, ``ci95`` (of the paired difference), ``n`` (pairs), ``verdict``
-    (``{promote, reasons, evidence}``, or one word), ``usd`` (of this cycle).
+    ``trigger``, ``suite``, ``score_before``, ``score_after``, ``ci95`` (of the paired difference), ``n`` (pairs), ``verdict``
+    (one word with ``reasons`` beside it, or a whole ``{promote, reasons, evidence}``), ``usd`` (of this cycle),
+    ``other_suites`` (name → ``{before, after}``: what must not be forgotten).
 ``cost``
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``entries`` (their number).
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
@@ -275,12 +276,12 @@ def _figure(svg: str, title: str, note: str, *, wide: bool = False) -> str:
 def _cycle_table(data: Data) -> str:
     rows = []
     for number, row in enumerate(_rows(data, "cycles"), start=1):
-        word, reasons = _verdict(row.get("verdict"))
+        word, reasons = _verdict(row)
         gain = _difference(row.get("score_after"), row.get("score_before"))
         rows.append(
             [
                 str(number),
-                _e(row.get("trigger")),
+                _e(row.get("trigger")) + _others(row),
                 percent(row.get("score_before")),
                 percent(row.get("score_after")),
                 f"<b>{percent(gain, signed=True)}</b> <small>{_interval(row.get('ci95'), percent, signed=True)}</small>",
@@ -293,6 +294,13 @@ def _cycle_table(data: Data) -> str:
     return _table(
         ["#", "Trigger", "Before", "After", "Gain, 95% interval", "Pairs", "Verdict", "Cost"], rows, numeric=(2, 3, 4, 5, 7)
     )
+
+
+def _others(cycle: Data) -> str:
+    """What happened meanwhile to the suites that the cycle was not about."""
+    others = cycle.get("other_suites") or {}
+    lines = [f"{name}: {percent(move.get('before'))} → {percent(move.get('after'))}" for name, move in others.items()]
+    return f"<br><small>{_e('; '.join(lines))}</small>" if lines else ""
 
 
 def _timeline_table(data: Data) -> str:
@@ -359,10 +367,12 @@ def _section(title: str, content: str, note: str) -> str:
     return f"<section><h2>{_e(title)}</h2><p class='note'>{_e(note)}</p>{content}</section>" if content else ""
 
 
-def _verdict(verdict: Any) -> tuple[str, list[str]]:
+def _verdict(cycle: Data) -> tuple[str, list[str]]:
+    verdict, reasons = cycle.get("verdict"), cycle.get("reasons")
     if isinstance(verdict, Mapping):
-        return ("promoted" if verdict.get("promote") else "refused"), [str(reason) for reason in verdict.get("reasons") or []]
-    return ("–" if verdict is None else str(verdict)), []
+        reasons = verdict.get("reasons")
+        verdict = "promoted" if verdict.get("promote") else "refused"
+    return ("–" if verdict is None else str(verdict)), [str(reason) for reason in reasons or []]
 
 
 def _difference(after: float | None, before: float | None) -> float | None:
@@ -445,7 +455,7 @@ def compare(reports: Sequence[Data]) -> str:
     for report in reports:
         rows = _rows(report, "cycles")
         moves = [f"{percent(row.get('score_before'))} → {percent(row.get('score_after'))}" for row in rows]
-        verdicts = ", ".join(_verdict(row.get("verdict"))[0] for row in rows)
+        verdicts = ", ".join(_verdict(row)[0] for row in rows)
         money = [usd(_cost(report).get("total_usd")), usd(report.get("usd_per_success")), clock(report.get("wall_s"))]
         lines.append([str(report.get("seed", "–")), *moves, *["–"] * (cycles - len(moves)), verdicts, *money])
     if len(reports) > 1:
