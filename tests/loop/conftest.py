@@ -25,7 +25,7 @@ name = "{LETTERS}"
 threads = 1
 
 [learn.warm_start]
-demonstrations = 32
+demonstrations = 96
 batch_size = 8
 settings = {{ difficulty = "easy" }}
 lr = 1e-2
@@ -35,6 +35,9 @@ steps = 3
 groups_per_step = 4
 group_size = 4
 lr = 1e-3
+
+[trainer]
+method = "full"
 
 [eval]
 n = 12

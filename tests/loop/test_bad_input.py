@@ -72,7 +72,7 @@ def test_folder_of_another_run(tiny_config: Path, start: Start, tmp_path: Path) 
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text('name = "other"\n')
-    refused(start("run", str(tiny_config), "--run-dir", str(run)), "another configuration", "learn.rl")
+    refused(start("run", str(tiny_config), "--run-dir", str(run)), "another configuration", "learn", "--run-dir")
     assert (run / "config.toml").read_text() == 'name = "other"\n'
 
 
