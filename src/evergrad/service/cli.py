@@ -55,6 +55,10 @@ VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="Version
 OptionalVersion = Annotated[str, typer.Argument(metavar="[VERSION]", help="Version id, or an alias.")]
 
 
+ONCE = ("budget.cycles=1", "watch.requests=0", "traffic.changes=[]")
+"""What makes one training of a whole run: the first cycle, without customers."""
+
+
 @app.callback(invoke_without_command=True)
 def _start(
     context: typer.Context,
@@ -91,8 +95,7 @@ def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) ->
     """Train once: warm start and reinforcement learning, then measure and rule; no live traffic, no second cycle."""
     from evergrad.loop import run_loop
 
-    once = ["budget.cycles=1", "watch.requests=0", "traffic.changes=[]"]
-    folder = run_loop(config, [*(set_ or []), *once], run_dir)
+    folder = run_loop(config, [*(set_ or []), *ONCE], run_dir)
     typer.echo(f"report: {folder / 'report.html'}")
 
 
