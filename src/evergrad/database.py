@@ -1,11 +1,13 @@
-"""One way to open a SQL store: SQLite in a file by default, PostgreSQL or another by URL.
+"""One way to open a SQL store: SQLite in a file by default, PostgreSQL by URL.
 
-SQLite runs in WAL mode, so readers never wait for the writer, and a transaction is on disk when it has committed. Writers
-take the write lock when they begin, so what a transaction has read cannot change before it writes.
+On both, readers never wait for a writer and see one consistent state; writers of a room exclude each other from the moment
+they begin, so what a transaction has read cannot change before it writes; and what has committed is on disk.
 """
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +30,7 @@ class Database:
     Args:
         location: A file path, or an SQLAlchemy URL such as ``postgresql+psycopg://user@host/name``.
         tables: The room's tables; created when absent.
-        room: Name under which the schema's version is kept, so that rooms may share a database.
+        room: Name under which the schema's version is kept and writers exclude each other; rooms may share a database.
         schema_version: Raised by the room whenever its tables change.
 
     Raises:
@@ -38,14 +40,19 @@ class Database:
     def __init__(self, location: str | Path, tables: sa.MetaData, *, room: str, schema_version: int) -> None:
         text = str(location)
         if "://" in text:
-            self.where = sa.make_url(text).render_as_string(hide_password=True)
+            self.where = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", text)
         else:
             Path(text).parent.mkdir(parents=True, exist_ok=True)
             self.where, text = text, f"sqlite:///{text}"
         self._tables, self._room, self._schema_version = tables, room, schema_version
         try:
+            backend = sa.make_url(text).get_backend_name()
+            if backend not in ("sqlite", "postgresql"):
+                raise DatabaseError(
+                    f"{backend} is not supported", where=self.where, hint="use a file path or a postgresql:// URL"
+                )
             self.engine = sa.create_engine(text)
-            if self.engine.dialect.name == "sqlite":
+            if backend == "sqlite":
                 _prepare_sqlite(self.engine)
             self._ensure_schema()
         except (sa.exc.SQLAlchemyError, ImportError) as error:
@@ -60,14 +67,29 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """One consistent view; sees all that had committed when it began."""
-        with self.engine.begin() as connection:
+        postgres = self.engine.dialect.name == "postgresql"
+        options = {"isolation_level": "REPEATABLE READ"} if postgres else {}
+        with self.engine.connect().execution_options(**options) as connection, connection.begin():
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """A transaction: all of it is kept, or none of it when the block raises or the process dies."""
-        with self.engine.connect().execution_options(evergrad_write=True) as connection, connection.begin():
-            yield connection
+        """A transaction: all of it is kept, or none of it when the block raises or the process dies.
+
+        Raises:
+            DatabaseError: the database cannot be written: disk full, read-only, gone, or locked for too long.
+        """
+        try:
+            with self.engine.connect().execution_options(evergrad_write=True) as connection, connection.begin():
+                if self.engine.dialect.name == "postgresql":
+                    lock = zlib.crc32(f"evergrad/{self._room}".encode())
+                    connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": lock})
+                yield connection
+        except sa.exc.OperationalError as error:
+            hint = "free space, or see who holds it; nothing of this transaction was kept"
+            raise DatabaseError(
+                f"cannot write to the {self._room} database: {error.orig}", where=self.where, hint=hint
+            ) from error
 
     def _ensure_schema(self) -> None:
         schemas = sa.Table(
@@ -78,9 +100,6 @@ class Database:
         )
         if self._stored_version(schemas) is None:
             with self.write() as connection:
-                if connection.dialect.name == "postgresql":
-                    # Creating tables is not exclusive there: the second of two first openers waits here.
-                    connection.execute(sa.text("SELECT pg_advisory_xact_lock(4702111)"))
                 schemas.create(connection, checkfirst=True)
                 known = connection.execute(sa.select(schemas.c.version).where(schemas.c.room == self._room)).scalar()
                 if known is None:

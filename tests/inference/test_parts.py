@@ -15,7 +15,7 @@ from evergrad.inference._blocks import BlockPool, OutOfBlocks
 from evergrad.inference._chat import TextStream
 from evergrad.inference._lockstep import Lockstep
 from evergrad.inference._rows import Distribution, Sample
-from evergrad.inference._sampling import draw, log_distribution
+from evergrad.inference._sampling import Draws
 from evergrad.types import Sampling
 
 
@@ -69,50 +69,77 @@ def test_forgetting_makes_the_order_of_blocks_that_of_the_start() -> None:
     assert [pool.take() for _ in range(6)] == blocks
 
 
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 1.5
-    one = [Distribution(0.7, 1.0, 0), Distribution(1.0, 0.8, 0), Distribution(1.3, 1.0, 6)]
-    log_probs = log_distribution(logits, one)
-    assert torch.allclose(log_probs.exp().sum(-1), torch.ones(3), atol=1e-5)
+def all_logprobs(draws: Draws, row: int, vocabulary: int) -> torch.Tensor:
+    return torch.tensor(draws.logprobs([row] * vocabulary, range(vocabulary)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 128, 300])
+def test_draws_follow_the_distribution(vocabulary: int) -> None:
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0)) * 1.5
+    draws = Draws(logits, [Distribution(0.7, 1.0, 0), Distribution(1.0, 0.8, 0), Distribution(1.3, 1.0, 6)])
+    plain = torch.log_softmax(logits[0].double() / 0.7, dim=-1)
+    assert torch.allclose(all_logprobs(draws, 0, vocabulary), plain, atol=1e-5)
     for row in range(3):
         uniforms = []
         for seed in range(8000):
             sample = Sample("r", 0, Sampling(), seed, (0, "", 0, 0))
             sample.token_ids = [0] * (seed % 7)
             uniforms.append(sample.uniform())
-        counts = Counter(draw(log_probs, [row] * len(uniforms), uniforms))
-        expected = log_probs[row].exp().double() * len(uniforms)
+        counts = Counter(draws.draw([row] * len(uniforms), uniforms))
+        probabilities = all_logprobs(draws, row, vocabulary).exp()
+        assert float(probabilities.sum()) == pytest.approx(1.0, abs=1e-5)
+        expected = probabilities * len(uniforms)
         assert all(expected[token] > 0 for token in counts)
-        likely = [token for token in range(40) if expected[token] >= 5]
-        rest = sum(counts[token] for token in range(40) if token not in likely)
+        likely = [token for token in range(vocabulary) if expected[token] >= 5]
+        rest = sum(counts[token] for token in range(vocabulary) if token not in likely)
         observed = [counts[token] for token in likely] + [rest]
         wanted = [float(expected[token]) for token in likely]
         wanted.append(len(uniforms) - sum(wanted))
-        if wanted[-1] < 1e-6:
+        if wanted[-1] < 1.0:
             observed, wanted = observed[:-1], wanted[:-1]
         scale = sum(observed) / sum(wanted)
         assert chisquare(observed, [value * scale for value in wanted]).pvalue > 1e-4
 
 
-@given(st.floats(0.0, 1.0, exclude_max=True), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
-def test_a_draw_never_leaves_the_support(uniform: float, seed: int) -> None:
-    logits = torch.randn(1, 257, generator=torch.Generator().manual_seed(seed)) * 8
-    log_probs = log_distribution(logits, [Distribution(0.5, 0.9, 11)])
+@given(st.floats(0.0, 1.0, exclude_max=True), st.integers(0, 2**32), st.sampled_from([5, 128, 257]))
+@settings(max_examples=200, deadline=None)
+def test_a_draw_is_the_first_token_above_its_uniform(uniform: float, seed: int, vocabulary: int) -> None:
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(seed)) * 8
+    draws = Draws(logits, [Distribution(0.5, 0.9, 11)])
+    probabilities = all_logprobs(draws, 0, vocabulary).exp()
     for value in (uniform, math.nextafter(1.0, 0.0), 0.0):
-        (token,) = draw(log_probs, [0], [value])
-        assert torch.isfinite(log_probs[0, token])
+        (token,) = draws.draw([0], [value])
+        assert probabilities[token] > 0
+        below = float(probabilities[:token].sum())
+        assert below - 1e-5 <= value <= below + float(probabilities[token]) + 1e-5
 
 
 def test_top_k_and_top_p_keep_the_first_of_equals() -> None:
-    log_probs = log_distribution(torch.zeros(2, 8), [Distribution(1.0, 1.0, 3), Distribution(1.0, 0.25, 0)])
-    assert torch.isfinite(log_probs).sum(-1).tolist() == [3, 2]
+    draws = Draws(torch.zeros(2, 8), [Distribution(1.0, 1.0, 3), Distribution(1.0, 0.25, 0)])
+    assert [int(torch.isfinite(all_logprobs(draws, row, 8)).sum()) for row in (0, 1)] == [3, 2]
+
+
+def test_greedy_takes_the_largest_and_reports_temperature_one() -> None:
+    logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
+    draws = Draws(logits, [Distribution(0.0, 1.0, 0), Distribution(1.0, 1.0, 0)] * 2)
+    tokens = draws.draw([0, 1, 2, 0], [0.99, 0.5, 0.0, 0.1])
+    assert [tokens[0], tokens[2], tokens[3]] == logits[[0, 2, 0]].argmax(dim=-1).tolist()
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    assert draws.logprobs([0], tokens[:1]) == pytest.approx([float(expected[0, tokens[0]])], abs=1e-5)
+
+
+def test_rows_without_a_distribution_are_told_apart() -> None:
+    logits = torch.zeros(4, 10)
+    logits[0, 3] = float("nan")
+    logits[1] = float("-inf")
+    logits[2, 1] = float("inf")
+    assert Draws(logits, [Distribution(1.0, 1.0, 0)] * 4).usable == [False, False, False, True]
 
 
 def test_sampling_leaves_the_logits_alone() -> None:
-    logits = torch.randn(2, 16)
+    logits = torch.randn(16, 2).t()
     kept = logits.clone()
-    log_distribution(logits, [Distribution(0.5, 0.9, 3), Distribution(1.0, 1.0, 0)])
+    Draws(logits, [Distribution(0.5, 0.9, 3), Distribution(1.0, 1.0, 0)]).draw([0, 1], [0.3, 0.4])
     assert torch.equal(logits, kept)
 
 

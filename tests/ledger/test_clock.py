@@ -180,7 +180,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps, st.integers(1, 96), st.sampled_from(["0.036", "0.041", "0.0333"]))
 def test_conserved_to_the_last_digit_for_any_order_of_events(events: list[tuple[str, int]], cores: int, usd: str) -> None:
     book = PriceBook.model_validate({"prices": {"cpu_core_s": {"usd": usd, "per": 3600}}})

@@ -69,34 +69,44 @@ def test_tiny_seeds_differ_and_leave_the_global_generator_alone(tiny: Path, tmp_
     assert (other / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
 
 
-def test_made_once_by_processes_that_start_together(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from evergrad.registry import base_model\n"
-        "print(base_model('tiny', Path(sys.argv[1]), lambda stage, share: print('progress', stage)))"
-    )
-    children = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+# A child that makes the model by copying it, which needs no torch: what is tested is who makes it, and when it is there.
+CHILD = """
+import os, shutil, signal, sys, time
+from pathlib import Path
+from evergrad.registry import base_model, base_models
+ready, cache, deed = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+def make(folder):
+    shutil.copytree(ready, folder)
+    if deed == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+base_models.make_tiny = make
+base_model("tiny", cache, lambda stage, share: print("progress", stage))
+"""
+
+
+def test_made_once_by_processes_that_start_together(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path), "live"]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     outputs = [child.communicate()[0] for child in children]
-    assert [child.returncode for child in children] == [0, 0]
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert sum("progress making" in output for output in outputs) == 1
     assert sum("progress ready" in output for output in outputs) == 1
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["tiny-r1"]
 
 
-def test_a_maker_that_dies_leaves_nothing_and_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "import os, signal, sys; from pathlib import Path; from evergrad.registry import base_models as m\n"
-        "m._flush = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "m.base_model('tiny', Path(sys.argv[1]))"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -9
+def test_a_maker_that_dies_leaves_nothing_and_is_cleaned_up(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path)]
+    assert subprocess.run([*command, "die"]).returncode == -9
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
     assert list(tmp_path.glob(".tiny-*.partial-*"))
-    base_model("tiny", cache=tmp_path)
+    subprocess.run([*command, "live"], check=True)
+    check_model_folder(tmp_path / "tiny-r1")
     assert not list(tmp_path.glob(".*.partial-*"))
 
 
-def test_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_follows_the_environment(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "make_tiny", lambda folder: shutil.copytree(tiny, folder))
     monkeypatch.setenv("EVERGRAD_CACHE", str(tmp_path / "deep" / "cache"))
     assert base_model("tiny").is_relative_to(tmp_path / "deep" / "cache")
 
@@ -183,6 +193,27 @@ def test_missing_package_says_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_cache_that_cannot_be_written_is_one_clear_error() -> None:
     with pytest.raises(ModelError, match="set EVERGRAD_CACHE"):
         base_model("tiny", cache=Path("/proc/sys/evergrad"))
+
+
+@pytest.mark.parametrize("by", ["safetensors", "python"])
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tiny: Path, tmp_path: Path, by: str) -> None:
+    code = (
+        "import resource, shutil, sys; from pathlib import Path; import numpy, safetensors.numpy\n"
+        "from evergrad.registry import ModelError, base_model, base_models\n"
+        "def make(folder):\n"
+        "    if sys.argv[3] == 'python': shutil.copytree(sys.argv[1], folder)\n"
+        "    folder.mkdir()\n"
+        "    safetensors.numpy.save_file({'w': numpy.zeros(1_000_000)}, folder / 'model.safetensors')\n"
+        "base_models.make_tiny = make\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
+        "try: base_model('tiny', Path(sys.argv[2]))\n"
+        "except ModelError as error: print(error)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code, str(tiny), str(tmp_path), by], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert "could not write the model" in child.stdout
+    assert "free space" in child.stdout
+    assert [path for path in tmp_path.iterdir() if path.name != ".tiny-r1.lock"] == []
 
 
 @pytest.mark.model

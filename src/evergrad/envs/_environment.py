@@ -171,6 +171,11 @@ class Environment:
     async def close(self) -> None:
         """Runs after the rollout, however it ended."""
 
+    def lost(self) -> bool:
+        """Whether nothing the model may still do can earn a reward; asked after each tool call. Ends the rollout there, which
+        saves the tokens of what could only fail; the rewards are asked as always."""
+        return False
+
     def demonstrate(self) -> Sequence[str] | None:
         """The replies of a perfect agent, in order, or ``None`` where nobody knows them. Warm starts and checks use it."""
         return None

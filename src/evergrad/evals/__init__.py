@@ -1,7 +1,7 @@
 """Measures a version on held-out tasks and rules on promotion."""
 
-from evergrad.evals.evaluate import EvalError, Run, evaluate, report_from_json, report_hash, suite_hash
-from evergrad.evals.gate import Costs, GateConfig, gate
+from evergrad.evals.evaluation import EvalError, Run, evaluate, report_from_json, report_hash, suite_hash
+from evergrad.evals.ruling import Costs, GateConfig, gate
 from evergrad.evals.statistics import (
     PairedDifference,
     cost_per_success_ratio,

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from evergrad.evals.evaluate import EvalError
+from evergrad.evals.evaluation import EvalError
 
 _NORMAL = NormalDist()
 Z95 = _NORMAL.inv_cdf(0.975)

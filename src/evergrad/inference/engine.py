@@ -3,7 +3,7 @@
 The walk of one request::
 
     submit ── Scheduler.enqueue (equal requests share a row) ──▶ step: Scheduler.next_step (blocks, prefix cache)
-    ──▶ plan_step, Model.forward ──▶ log_distribution, draw (per sample, by seed) ──▶ fork where samples part ──▶ Event
+    ──▶ plan_step, Model.forward ──▶ Draws.draw (per sample, by seed) ──▶ fork where samples part ──▶ Event
 
 Between two steps weights may change (:meth:`Engine.commit`): rows go on, their later tokens carry the new version.
 """
@@ -20,7 +20,7 @@ from evergrad.inference._attention import chunks_positions, plan_step
 from evergrad.inference._blocks import BlockPool
 from evergrad.inference._model import Model
 from evergrad.inference._rows import Distribution, Row, Sample
-from evergrad.inference._sampling import draw, log_distribution
+from evergrad.inference._sampling import Draws
 from evergrad.inference._schedule import Chunk, Scheduler
 from evergrad.inference.config import EngineConfig, EngineError
 from evergrad.types import FinishReason, PolicySpan, Sampling
@@ -259,29 +259,15 @@ class Engine:
         return self.model.forward(token_ids, chunks_positions(chunks), wanted, plan)
 
     def _draw(self, rows: list[Row], logits: torch.Tensor) -> list[Event]:
-        log_probs = log_distribution(logits, [row.distribution for row in rows])
-        usable = torch.isfinite(log_probs.amax(dim=-1)).tolist()
-        largest = log_probs.argmax(dim=-1).tolist()
-        asks = [
-            (place, sample)
-            for place, row in enumerate(rows)
-            if usable[place] and row.distribution.temperature > 0.0
-            for sample in row.samples
-        ]
-        drawn = draw(log_probs, [place for place, _ in asks], [sample.uniform() for _, sample in asks]) if asks else []
-        tokens = {id(sample): token for (_, sample), token in zip(asks, drawn, strict=True)}
-        places = [(place, sample) for place, row in enumerate(rows) for sample in row.samples]
-        chosen = [tokens.get(id(sample), largest[place]) for place, sample in places]
-        logprobs = log_probs[[place for place, _ in places], chosen].tolist()
-        events: list[Event] = []
+        draws = Draws(logits, [row.distribution for row in rows])
+        places = [(place, sample) for place, row in enumerate(rows) for sample in row.samples if draws.usable[place]]
+        wanted = [place for place, _ in places]
+        chosen = draws.draw(wanted, [sample.uniform() for _, sample in places])
+        logprobs = draws.logprobs(wanted, chosen)
+        events = [event for place, row in enumerate(rows) if not draws.usable[place] for event in self._fail(row)]
         parted: dict[int, dict[int, list[Sample]]] = {}
         for (place, sample), token, logprob in zip(places, chosen, logprobs, strict=True):
             row = rows[place]
-            if not usable[place]:
-                sample.finish_reason = FinishReason.ABORT
-                events.append(_closing(sample, error="the model gave values that are not finite"))
-                self._leave(row, sample)
-                continue
             self.num_drawn += 1
             sample.add(token, logprob, self.policy_version, self.model.max_len - len(row.tokens) - 1)
             events.append(_progress(sample))
@@ -291,6 +277,14 @@ class Engine:
                 self._leave(row, sample)
         for place, by_token in parted.items():
             self._part(rows[place], by_token)
+        return events
+
+    def _fail(self, row: Row) -> list[Event]:
+        events: list[Event] = []
+        for sample in list(row.samples):
+            sample.finish_reason = FinishReason.ABORT
+            events.append(_closing(sample, error="the model gave values that are not finite"))
+            self._leave(row, sample)
         return events
 
     def _part(self, row: Row, by_token: dict[int, list[Sample]]) -> None:

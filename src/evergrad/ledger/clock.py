@@ -21,6 +21,7 @@ from decimal import Decimal
 
 import sqlalchemy as sa
 
+from evergrad.database import DatabaseError
 from evergrad.ledger._owners import this_process
 from evergrad.ledger.prices import EXACT, LedgerError
 from evergrad.ledger.store import UNATTRIBUTED, Ledger, append, reservations_table, reserved_quantity, utc_now
@@ -264,5 +265,5 @@ class PhaseClock:
         assert self._heartbeat_s is not None
         while not self._stop.wait(self._heartbeat_s):
             # A store that cannot be written now may be writable at the next beat; the end of a phase will not be silent.
-            with suppress(sa.exc.SQLAlchemyError):
+            with suppress(DatabaseError, sa.exc.SQLAlchemyError):
                 self.heartbeat()

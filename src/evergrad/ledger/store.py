@@ -61,13 +61,23 @@ reservations_table = sa.Table(
 
 @sa.event.listens_for(entries_table, "after_create")
 def _forbid_changes(_table: sa.Table, connection: sa.Connection, **_options: Any) -> None:
-    """Append-only, not by good intentions: SQLite itself refuses to change an entry."""
+    """Append-only, not by good intentions: the database itself refuses to change an entry."""
+    refusal = "cost entries are append-only"
     if connection.dialect.name == "sqlite":
         for verb in ("UPDATE", "DELETE"):
             connection.exec_driver_sql(
                 f"CREATE TRIGGER cost_entries_no_{verb.lower()} BEFORE {verb} ON cost_entries "
-                "BEGIN SELECT RAISE(ABORT, 'cost entries are append-only'); END"
+                f"BEGIN SELECT RAISE(ABORT, '{refusal}'); END"
             )
+    elif connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(
+            "CREATE OR REPLACE FUNCTION refuse_cost_entry_change() RETURNS trigger LANGUAGE plpgsql "
+            f"AS $$ BEGIN RAISE EXCEPTION '{refusal}'; END $$"
+        )
+        connection.exec_driver_sql(
+            "CREATE TRIGGER cost_entries_append_only BEFORE UPDATE OR DELETE ON cost_entries "
+            "FOR EACH ROW EXECUTE FUNCTION refuse_cost_entry_change()"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +301,7 @@ class Ledger:
             return
         with self.database.write() as connection:
             # Read again under the lock: another process may have opened the ledger at the same time.
-            query = sa.select(table).where(table.c.reservation_id.in_(dead), sa.not_(table.c.closed)).with_for_update()
+            query = sa.select(table).where(table.c.reservation_id.in_(dead), sa.not_(table.c.closed))
             for row in connection.execute(query).all():
                 self._close_reservation(connection, row)
 

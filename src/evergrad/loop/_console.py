@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 
 class LoopConsole:
@@ -51,3 +53,45 @@ class LoopConsole:
     def advance(self, note: str = "", units: int = 1) -> None:
         if self._progress is not None and self._bar is not None:
             self._progress.update(self._bar, advance=units, note=escape(note))
+
+    def summary(self, report: Mapping[str, Any]) -> None:
+        """The run in two tables, what it gained and what it cost, and the figures that a reader takes away."""
+        cycles = Table(title=f"{report.get('name')}: what each cycle gained", title_justify="left")
+        for head in ("cycle", "trigger", "suite", "before", "after", "gain, 95%", "n", "verdict", "usd"):
+            cycles.add_column(head, justify="left" if head in ("trigger", "suite", "verdict") else "right")
+        for cycle in report.get("cycles", []):
+            low, high = cycle["ci95"] or (None, None)
+            cycles.add_row(
+                str(cycle["cycle"]),
+                escape(cycle["trigger"]),
+                cycle["suite"],
+                _figure(cycle["score_before"], ".3f"),
+                _figure(cycle["score_after"], ".3f"),
+                f"{_figure(low, '+.3f')} … {_figure(high, '+.3f')}",
+                str(cycle["n"]),
+                cycle["verdict"],
+                _figure(cycle["usd"], ".4f"),
+            )
+            for suite, other in cycle["other_suites"].items():
+                cycles.add_row("", "", suite, _figure(other["before"], ".3f"), _figure(other["after"], ".3f"))
+        cost = report["cost"]
+        money = Table(title="what it cost", title_justify="left")
+        money.add_column("phase")
+        money.add_column("usd", justify="right")
+        for phase, usd in sorted(cost["by_phase"].items(), key=lambda item: -(item[1] or 0.0)):
+            money.add_row(phase, _figure(usd, ".5f"))
+        money.add_row("total", _figure(cost["total_usd"], ".5f"), style="bold")
+        self._console.print(cycles)
+        self._console.print(money)
+        worth = report["intelligence_per_dollar"]
+        low, high = worth["ci95"] or (None, None)
+        self.note(
+            f"served version: ${_figure(report['usd_per_million_tokens'], '.4f')} per million tokens, "
+            f"${_figure(report['usd_per_success'], '.6f')} per success, "
+            f"{_figure(worth['value'], ',.0f')} successes per dollar "
+            f"(95%: {_figure(low, ',.0f')} to {_figure(high, ',.0f')}), {report['wall_s'] / 60:.1f} minutes in all"
+        )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)

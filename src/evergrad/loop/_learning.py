@@ -68,7 +68,10 @@ async def warm_start(session: Session) -> Stage:
 async def learn(session: Session) -> Stage:
     """Reinforcement learning until its steps are done or the reward has reached ``stop_at_reward``."""
     state, rl = session.state, session.recipe.rl
-    if state.step == 0 and rl.steps:
+    if not rl.steps:
+        served = session.serving.version
+        return Stage.WATCH if served and served.version_id == session.version_id("sft") else Stage.MEASURE
+    if state.step == 0:
         await session.reset_trainer(session.version_id("sft"))
     buffer = Buffer(
         max_off_policy_steps=rl.max_off_policy_steps,

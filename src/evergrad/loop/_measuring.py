@@ -24,7 +24,7 @@ async def measure(session: Session) -> Stage:
     """Registers, evaluates, rules, promotes. Reports and verdicts on record are reused, so a crash repeats nothing."""
     state = session.state
     settings = [state.deployed, *state.known]
-    candidate = await session.register("rl", session.contracts())
+    candidate = await session.register("rl" if session.recipe.rl.steps else "sft", session.contracts())
     if state.incumbent is None:
         state.incumbent = session.registry.resolve(PRODUCTION)
         session.save_state()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from evergrad.loop._folder import Stage
+from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._serving import judge_traffic
 from evergrad.loop._session import Session
 from evergrad.rollouts import run_rollout
@@ -103,5 +103,10 @@ def _next_cycle(session: Session, trigger: str) -> Stage:
     if spent:
         session.event(f"the run ends: {spent}")
         return Stage.DONE
-    state.cycle, state.trigger, state.group, state.watch_checks = state.cycle + 1, trigger, 0, 0
+    begin_next_cycle(state, trigger)
     return Stage.WARM_START
+
+
+def begin_next_cycle(state: LoopState, trigger: str) -> None:
+    """Counts up the cycle; its progress starts from nothing."""
+    state.cycle, state.trigger, state.group, state.watch_checks = state.cycle + 1, trigger, 0, 0

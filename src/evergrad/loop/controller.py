@@ -31,9 +31,10 @@ from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
 from evergrad.loop._reporting import report
 from evergrad.loop._session import Session
-from evergrad.loop._watching import watch
+from evergrad.loop._watching import begin_next_cycle, watch
 from evergrad.loop.config import RunConfig
 from evergrad.loop.placement import WorkerDied
+from evergrad.loop.report import read_report
 from evergrad.registry import base_model
 from evergrad.types import EvergradError
 
@@ -49,7 +50,11 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     _check_inputs(config, console)
     folder = RunFolder(run_dir or Path("runs") / config.name, config)
     try:
-        asyncio.run(_run(config, folder, console))
+        if _may_go_on(config, folder):
+            asyncio.run(_run(config, folder, console))
+        else:
+            console.note(f"{folder.path} is finished; to go on raise budget.cycles, to start anew choose another --run-dir")
+        console.summary(read_report(folder.path))
     except OSError as error:
         raise EvergradError(
             f"could not write: {error}",
@@ -59,6 +64,19 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     finally:
         folder.close()
     return folder.path
+
+
+def _may_go_on(config: RunConfig, folder: RunFolder) -> bool:
+    """Whether anything is left to do; a larger budget opens a finished run again."""
+    state = folder.load_state(LoopState())
+    if state.stage is not Stage.DONE:
+        return True
+    if state.cycle >= config.budget.cycles:
+        return False
+    begin_next_cycle(state, "schedule")
+    state.stage, state.step = Stage.WARM_START, 0
+    folder.save_state(state)
+    return True
 
 
 def _check_inputs(config: RunConfig, console: LoopConsole) -> None:

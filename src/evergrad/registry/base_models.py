@@ -13,6 +13,7 @@ waits for. Nothing here imports torch or transformers before a model has to be m
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -268,8 +269,8 @@ def _convert_smollm2(folder: Path, progress: Progress) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with quiet_transformers():
-        progress("reading the tokenizer", 0.1)
+    with quiet_transformers(), _read_once():
+        progress("reading the file", 0.1)
         tokenizer = _smollm2_tokenizer(gguf)
         with _reported_dequantizing(progress, 0.3, 0.8):
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -298,6 +299,25 @@ def _smollm2_tokenizer(gguf: Path) -> Any:
     for leftover in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(leftover, None)
     return tokenizer
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Reads each GGUF file once, and derives its tensor names once.
+
+    transformers asks for both anew for tokenizer, configuration, weights and every module, at ten seconds and more in all.
+    """
+    import gguf
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    originals = {name: getattr(gguf, name) for name in names if hasattr(gguf, name)}
+    for name, original in originals.items():
+        setattr(gguf, name, functools.cache(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(gguf, name, original)
 
 
 @contextmanager

@@ -198,7 +198,7 @@ class Registry:
         """Lets ``alias`` serve ``version_id``, on the evidence of ``verdict``.
 
         ``bootstrap`` is the one way without evidence, for an alias that serves nothing yet. Promoting again with the same
-        verdict, as after a crash, changes nothing and returns the first event.
+        verdict, or bootstrapping the same version again, as after a crash, changes nothing and returns the first event.
 
         Raises:
             RegistryError: the verdict does not promote, rules on other versions than these, or compares with an incumbent
@@ -214,11 +214,11 @@ class Registry:
             _require_ruling(alias, version_id, verdict)
         with self._database.write() as connection:
             self._require_version(connection, version_id)
-            current = _current(connection, alias, lock=True)
+            current = _current(connection, alias)
             serving = current.version_id if current else None
             if current is not None and serving == version_id:
                 text = _verdict_text(connection, current.verdict_number)
-                if verdict is not None and text == strict_json(verdict):
+                if text == (strict_json(verdict) if verdict else None):
                     return _to_event(current, text)
                 raise RegistryError(f"{alias} serves {version_id} already", hint="nothing to do")
             if verdict is None and current is not None:
@@ -243,7 +243,7 @@ class Registry:
             RegistryError: the alias serves nothing, or its current version has no predecessor.
         """
         with self._database.write() as connection:
-            current = _current(connection, alias, lock=True)
+            current = _current(connection, alias)
             if current is None:
                 known = [row.alias for row in connection.execute(sa.select(_aliases.c.alias))]
                 hint = nearest(alias, known) if known else "promote a version first"
@@ -305,13 +305,7 @@ class Registry:
         event_id = connection.execute(_events.insert().values(values).returning(_events.c.event_id)).scalar_one()
         target = event_id if pointer is None else pointer
         if current is None:
-            try:
-                connection.execute(_aliases.insert().values(alias=alias, event_id=target))
-            except sa.exc.IntegrityError as error:
-                # Only where writers do not exclude each other: another process made the alias in this very moment.
-                raise RegistryError(
-                    f"another process has promoted to {alias} just now", hint="look at it, then try again"
-                ) from error
+            connection.execute(_aliases.insert().values(alias=alias, event_id=target))
         else:
             connection.execute(_aliases.update().where(_aliases.c.alias == alias).values(event_id=target))
         row = connection.execute(sa.select(_events).where(_events.c.event_id == event_id)).one()
@@ -362,10 +356,10 @@ def _find_version(connection: sa.Connection, version_id: str) -> ModelVersion | 
     return _to_version(row) if row else None
 
 
-def _current(connection: sa.Connection, alias: str, *, lock: bool = False) -> sa.Row[Any] | None:
-    """The promotion that ``alias`` points at; ``lock`` keeps other writers away until the transaction ends."""
+def _current(connection: sa.Connection, alias: str) -> sa.Row[Any] | None:
+    """The promotion that ``alias`` points at."""
     query = sa.select(_events).join(_aliases, _aliases.c.event_id == _events.c.event_id).where(_aliases.c.alias == alias)
-    return connection.execute(query.with_for_update(of=_aliases) if lock else query).one_or_none()
+    return connection.execute(query).one_or_none()
 
 
 def _to_version(row: sa.Row[Any]) -> ModelVersion:

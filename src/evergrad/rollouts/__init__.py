@@ -8,7 +8,7 @@ from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, Ticke
 from evergrad.rollouts._renderer import Renderer, RendererError, extends
 from evergrad.rollouts._run import Generate, Sessions, check_training_sampling, derive_seed, run_group, run_groups, run_rollout
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
-from evergrad.rollouts._scripted import FakeEngine, complete, scripted
+from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
 from evergrad.rollouts.advantages import ESTIMATORS, estimate
 
@@ -29,6 +29,7 @@ __all__ = [
     "check_training_sampling",
     "complete",
     "cut_samples",
+    "demonstrate",
     "derive_seed",
     "estimate",
     "extends",

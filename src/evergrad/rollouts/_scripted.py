@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from random import Random
 
+from evergrad.envs import Taskset
 from evergrad.rollouts._renderer import Renderer
-from evergrad.rollouts._run import Generate
-from evergrad.types import Completion, EvergradError, FinishReason, PolicySpan, Sampling, Usage
+from evergrad.rollouts._run import Generate, run_rollout
+from evergrad.types import Completion, EvergradError, FinishReason, PolicySpan, RolloutGroup, Sampling, Task, Usage
 
 
 def scripted(texts: Iterable[str], renderer: Renderer, *, policy_version: int = 0) -> Generate:
@@ -27,6 +28,38 @@ def scripted(texts: Iterable[str], renderer: Renderer, *, policy_version: int = 
         return complete(script[turn], renderer, sampling, policy_version=policy_version, prompt_tokens=len(prompt_token_ids))
 
     return generate
+
+
+async def demonstrate(tasks: Iterable[Task], taskset: Taskset, renderer: Renderer) -> tuple[RolloutGroup, ...]:
+    """Plays each task's own demonstration through its environment; one group of one verified rollout per task.
+
+    With the estimator ``constant`` they become the samples of a supervised warm start.
+
+    Raises:
+        EvergradError: a task that nobody can demonstrate, or whose demonstration does not earn a full reward.
+    """
+    groups = []
+    for task in tasks:
+        texts = taskset.open(task).demonstrate()
+        if not texts:
+            raise EvergradError(
+                "nobody can demonstrate this task", where=task.task_id, hint="define demonstrate() in the environment"
+            )
+        rollout = await run_rollout(
+            task,
+            taskset,
+            scripted(texts, renderer),
+            renderer,
+            Sampling(max_tokens=task.limits.max_tokens_per_turn),
+            rollout_id=f"demonstration/{task.task_id}",
+            group_id=f"demonstration/{task.task_id}",
+            source="demonstration",
+        )
+        if not rollout.success:
+            fault = rollout.fault or f"reward {rollout.reward}"
+            raise EvergradError(f"its demonstration fails: {fault}", where=task.task_id, hint="run 'evergrad env test'")
+        groups.append(RolloutGroup(rollout.group_id, (rollout,)))
+    return tuple(groups)
 
 
 def complete(

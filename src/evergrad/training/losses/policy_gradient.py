@@ -22,7 +22,7 @@ class PolicyGradient(Loss):
     """
 
     needs_advantage: ClassVar[bool] = True
-    ratio_cap: float = Field(default=2.0, gt=0)
+    ratio_cap: float = Field(default=2.0, gt=0, le=1e6)
     """Largest importance weight."""
 
     def __call__(self, tokens: TokenTensors) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evergrad.config import ConfigError
-from evergrad.ledger import Ledger, LedgerError, Price, PriceBook, cost_summary, reprice
+from evergrad.ledger import Ledger, LedgerError, PhaseClock, Price, PriceBook, cost_summary, reprice
 from evergrad.types import CostEntry
 
 
@@ -182,3 +183,21 @@ def test_a_transaction_that_dies_leaves_no_entry(path: Path, ledger: Ledger) -> 
     assert ledger.entries() == ()
     ledger.record("k", subject="s", phase="p", resource="cpu_core_s", quantity=1)
     assert sa.inspect(ledger.database.engine).has_table("cost_entries")
+
+
+@pytest.mark.skipif("EVERGRAD_TEST_DATABASE" not in os.environ, reason="needs the URL of a PostgreSQL database to empty")
+def test_the_same_on_postgresql() -> None:
+    url = os.environ["EVERGRAD_TEST_DATABASE"]
+    with sa.create_engine(url).begin() as connection:
+        connection.exec_driver_sql("DROP SCHEMA public CASCADE")
+        connection.exec_driver_sql("CREATE SCHEMA public")
+    ledger = Ledger(url)
+    children = [subprocess.Popen([sys.executable, "-c", APPEND, url, name]) for name in "ab"]
+    assert [child.wait() for child in children] == [0, 0]
+    assert len(ledger.entries()) == 120
+    assert ledger.total_usd() == ledger.summary().usd == Decimal("0.0012")
+    with pytest.raises(sa.exc.DBAPIError, match="append-only"), ledger.database.write() as connection:
+        connection.exec_driver_sql("DELETE FROM cost_entries")
+    with PhaseClock(ledger, subject="s", cores=2) as clock, clock.phase("train"):
+        clock.heartbeat()
+    ledger.check_conservation()

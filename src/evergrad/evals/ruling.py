@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from evergrad.config import Config
-from evergrad.evals.evaluate import EvalError, report_hash
+from evergrad.evals.evaluation import EvalError, report_hash
 from evergrad.evals.statistics import cost_per_success_ratio, non_inferiority_p, paired_difference, superiority_p
 from evergrad.types import EvalReport, Verdict, plain, strict_json
 
