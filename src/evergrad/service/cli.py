@@ -183,7 +183,11 @@ def model_promote(version: VersionArgument, run: RunFolder = None, alias: Alias 
 
 
 @model_app.command("rollback")
-def model_rollback(run: RunFolder = None, alias: Alias = "production", reason: Reason = "") -> None:
+def model_rollback(
+    alias: Annotated[str, typer.Argument(metavar="[ALIAS]", help="The alias.")] = "production",
+    run: RunFolder = None,
+    reason: Reason = "",
+) -> None:
     """Point an alias at the version that it served before; a running `serve` follows within a second or two."""
     from evergrad.service._models import roll_back
     from evergrad.service._runs import find_run
