@@ -132,6 +132,7 @@ def test_example_configurations_are_valid(path: Path) -> None:
     assert Taskset(config.environment.name, config.environment.settings).tasks("train", 1)
 
 
-def test_the_environment_in_the_tutorial_is_the_example() -> None:
+@pytest.mark.parametrize(("name", "language"), [("my_environment.py", "python"), ("my_environment.toml", "toml")])
+def test_the_tutorial_shows_the_example_as_it_is(name: str, language: str) -> None:
     page = ROOT / "docs" / "tutorials" / "your-own-environment.md"
-    assert (ROOT / "examples" / "my_environment.py").read_text(encoding="utf-8") in blocks(page, "python")
+    assert (ROOT / "examples" / name).read_text(encoding="utf-8") in blocks(page, language)
