@@ -87,6 +87,8 @@ GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
         (GOOD + "[learn.rl]\nstep = 3\n", [], "unknown key 'learn.rl.step': did you mean 'steps'?"),
         (GOOD + "[learn.rl\n", [], "not valid TOML"),
         (GOOD, ["--set", "learn.rl.grup_size=4"], "did you mean 'group_size'?"),
+        (GOOD, ["--set", "learn.rl.advantage=group_maen"], "did you mean 'group_mean'?"),
+        (GOOD, ["--set", "learn.rl.loss.name=policy_gradeint"], "did you mean 'policy_gradient'?"),
         (GOOD, ["--set", "learn.rl.steps"], "is not key=value"),
         (GOOD, ["--set", "learn.rl.steps=many"], "learn.rl.steps"),
         (GOOD, ["--set", "budget.usd=0"], "budget.usd"),

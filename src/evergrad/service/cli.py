@@ -84,18 +84,23 @@ def run(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> N
 
     In a folder that holds an unfinished run of the same configuration, go on from where it was.
     """
-    from evergrad.loop import run_loop
-
-    folder = run_loop(config, set_ or [], run_dir)
-    typer.echo(f"report: {folder / 'report.html'}")
+    _turn(config, set_ or [], run_dir)
 
 
 @app.command()
 def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
     """Train once: warm start and reinforcement learning, then measure and rule; no live traffic, no second cycle."""
+    _turn(config, [*(set_ or []), *ONCE], run_dir)
+
+
+def _turn(config: Path, overrides: list[str], run_dir: Path | None) -> None:
     from evergrad.loop import run_loop
 
-    folder = run_loop(config, [*(set_ or []), *ONCE], run_dir)
+    try:
+        folder = run_loop(config, overrides, run_dir)
+    except KeyboardInterrupt:
+        typer.echo("the same command goes on from where it was", err=True)
+        raise
     typer.echo(f"report: {folder / 'report.html'}")
 
 
