@@ -67,10 +67,10 @@ format: $(READY)  ## Let ruff fix and format what it can
 	$(BIN)/ruff format .
 
 bench-engine: $(READY)  ## Our engine against transformers.generate; one line of JSON
-	$(BIN)/python benches/engine.py
+	$(BIN)/python benchmarks/bench_engine.py
 
 bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 sessions; one line of JSON
-	$(BIN)/python benches/rollouts.py
+	$(BIN)/python benchmarks/bench_rollouts.py
 
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py

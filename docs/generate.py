@@ -82,9 +82,10 @@ def _default(parameter: Any) -> str:
 
 
 def config_page() -> str:
-    """Every key of a run's configuration, then the settings of the built-in environments."""
+    """Every key of a run's configuration, then the settings of the built-in environments and the options of losses."""
     from evergrad.envs import environment_names, load_environment
     from evergrad.loop.config import RunConfig
+    from evergrad.training.losses import LOSSES
 
     parts = [
         f"# Configuration of a run\n\n{_NOTE}A run is one TOML file: `evergrad run my.toml`. Each key can be changed on the "
@@ -96,6 +97,9 @@ def config_page() -> str:
     for name in environment_names():
         settings = load_environment(name).Config
         parts.append(f"## {name}\n\n{_summary(load_environment(name))}\n\n{_table(settings)}")
+    parts.append("# Options of the losses\n\nThey stand under `options` of `[learn.rl.loss]`.\n")
+    for name, loss in LOSSES.items():
+        parts.append(f"## {name}\n\n{_summary(loss)}\n\n{_table(loss) or 'It has none.' + chr(10)}")
     return "\n".join(parts)
 
 
@@ -167,7 +171,9 @@ def _toml(value: Any) -> str:
         return f"`{value!r}`".replace("'", '"')
     if isinstance(value, (list, tuple)):
         return "`[" + ", ".join(_toml(item).strip("`") for item in value) + "]`"
-    return "`{}`" if value == {} else f"`{value}`"
+    if isinstance(value, dict):
+        return "`{" + ", ".join(f"{key} = {_toml(item).strip('`')}" for key, item in value.items()) + "}`"
+    return f"`{value}`"
 
 
 def _summary(described: Any) -> str:

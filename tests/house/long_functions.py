@@ -22,7 +22,7 @@ def long_functions(source: str, name: str) -> list[str]:
 
 
 def main() -> int:
-    folders = [ROOT / name for name in ("src", "tests", "benches", "docs", "examples")]
+    folders = [ROOT / name for name in ("src", "tests", "benchmarks", "docs", "examples")]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     found = [line for path in files for line in long_functions(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))]
     print("\n".join(found) or f"No function above {LONGEST} lines in {len(files)} files.")

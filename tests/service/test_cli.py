@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from evergrad.config import load_config
+from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry
 from evergrad.service._edge import explain
-from evergrad.service.cli import command
+from evergrad.service.cli import ONCE, command
 from evergrad.types import EvergradError, InputError
 
 Cli = Callable[..., "Result"]
@@ -85,6 +87,8 @@ GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
         (GOOD + "[learn.rl]\nstep = 3\n", [], "unknown key 'learn.rl.step': did you mean 'steps'?"),
         (GOOD + "[learn.rl\n", [], "not valid TOML"),
         (GOOD, ["--set", "learn.rl.grup_size=4"], "did you mean 'group_size'?"),
+        (GOOD, ["--set", "learn.rl.advantage=group_maen"], "did you mean 'group_mean'?"),
+        (GOOD, ["--set", "learn.rl.loss.name=policy_gradeint"], "did you mean 'policy_gradient'?"),
         (GOOD, ["--set", "learn.rl.steps"], "is not key=value"),
         (GOOD, ["--set", "learn.rl.steps=many"], "learn.rl.steps"),
         (GOOD, ["--set", "budget.usd=0"], "budget.usd"),
@@ -112,6 +116,13 @@ def test_a_run_that_cannot_be_is_refused_before_anything_is_written(
     assert names in result.error()
     assert result.code == 2
     assert not (tmp_path / "runs").exists()
+
+
+def test_train_is_the_first_cycle_of_the_same_configuration() -> None:
+    config = load_config(RunConfig, Path(__file__).parents[2] / "examples" / "demo.toml", ONCE)
+    assert config.budget.cycles == 1
+    assert config.watch.requests == 0
+    assert config.traffic.changes == []
 
 
 def test_no_run_yet_says_how_to_start_one(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,10 @@ def whole(text: str = "support_desk@v1/gate") -> dict[str, Any]:
         "steps": [
             {"cycle": 1, "step": 0, "reward": 0.3, "reward_ci95": [0.2, 0.4], "usd": 0.001, "wall_s": 30.0, "loss": math.nan},
             {"cycle": 1, "step": 1, "reward": math.nan, "reward_ci95": None, "usd": 0.002, "wall_s": 60.0},
-            {"cycle": 2, "step": 0, "reward": 0.6, "reward_ci95": [0.5, 0.7], "usd": 0.003, "wall_s": 90.0},
+            {"cycle": 2, "step": 0, "reward": 0.6, "reward_ci95": 0.1, "usd": 0.003, "wall_s": 90.0},
         ],
         "timeline": [{"at_s": 12.0, "event": text, "usd": Decimal("0.001")}],
-        "scores": [{**score, "usd_per_success": 0.0002}, {**score, "label": "after", "mean": 0.9, "usd_per_success": 0.0001}],
+        "scores": [{**score, "usd_per_success": 0.0002}, {**score, "label": "after", "mean": 0.9, "usd_per_success": 0.000001}],
         "versions": [{"version_id": text, "parent_id": None, "policy_version": 3, "created_at": text, "aliases": [text]}],
     }
 
@@ -114,6 +114,7 @@ def test_plots_are_well_formed_and_share_no_id(tmp_path: Path) -> None:
     assert sum(map(len, ids)) == len(set().union(*ids))
     for picture in pictures:
         ElementTree.fromstring(picture)
+        assert "mathdefault" not in picture, "a tick that was meant for a mathematical typesetter"
         for target in re.findall(r"url\(#([^)]+)\)", picture):
             assert f'id="{target}"' in picture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
         registry.register(make_version(run, "v2", "v1", 2))
         registry.promote("production", "v1", bootstrap=True)
         registry.promote("production", "v2", Verdict(True, ("better",), {}, "v2", "v1"))
+    (run / "config.toml").write_text('name = "demo"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n')
     return run
 
 
@@ -201,3 +203,15 @@ def test_a_taken_port_is_named(server: Server, served: Path, capsys: pytest.Capt
 def test_nothing_answers_there() -> None:
     with Client("http://127.0.0.1:9") as client, pytest.raises(ClientError, match="evergrad serve"):
         client.models()
+
+
+def test_eval_measures_a_version_on_tasks_of_its_own(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "v1", "--run", str(served), "-n", "4", "--set", "difficulty=easy", "--json"]
+    assert command(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["suite"] == "support_desk@v1/heldout"
+    assert len(report["scores"]) == 4
+    assert set(report["slices"].values()) == {"easy"}
+    assert report["mean"] == 0.0, "a model that says noise solves nothing"
+    assert report["ci95"][1] < 0.7
+    assert sum(report["outcomes"].values()) >= 4

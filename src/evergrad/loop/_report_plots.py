@@ -40,12 +40,14 @@ def reward(steps: Sequence[Row], axis: str) -> str:
             axes.plot(
                 [at for at, _ in mine], [row["reward"] for _, row in mine], color=color, lw=1.8, marker="o", ms=3, label=label
             )
-            banded = [(at, pair) for at, row in mine if (pair := _pair(row.get("reward_ci95")))]
+            banded = [(at, pair) for at, row in mine if (pair := _band(row))]
             if banded:
                 lows, highs = zip(*(pair for _, pair in banded), strict=True)
                 axes.fill_between([at for at, _ in banded], lows, highs, color=color, alpha=0.14, lw=0)
         axes.locator_params(axis="x", nbins=7, integer=axis == "step")
-        axes.set_xlabel("step" if axis == "step" else "spent, USD")
+        axes.set_xlabel("step" if axis == "step" else "spent")
+        if axis == "usd":
+            axes.xaxis.set_major_formatter(_formatter(_dollars))
         axes.set_ylabel("reward")
         if len(cycles) > 1:
             axes.legend(frameon=False, loc="lower right")
@@ -109,7 +111,8 @@ def cost_by_phase(phases: Mapping[str, float | None]) -> str:
             axes.annotate(f"{100 * amount / total:.0f}%", (amount, place), (5, 0), **_NEXT_TO, color=_SOFT, size=9)
         axes.set_yticks(range(len(names)), names, parse_math=False)
         axes.set_xlim(0, max(amounts) * 1.12)
-        axes.set_xlabel("USD")
+        axes.locator_params(axis="x", nbins=6)
+        axes.xaxis.set_major_formatter(_formatter(_dollars))
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", visible=True)
         return _svg(figure, "cost by phase")
@@ -142,9 +145,8 @@ def pareto(scores: Sequence[Row]) -> str:
             )
         axes.margins(x=0.12, y=0.14)
         _label_apart(axes, rows, suites)
-        if axes.get_xscale() == "linear":
-            axes.locator_params(axis="x", nbins=6)
-        axes.set_xlabel("cost per success, USD")
+        _mark_dollars(axes)
+        axes.set_xlabel("cost per success")
         axes.yaxis.set_major_formatter(_formatter(lambda value: f"{100 * value:.0f}%"))
         if len(suites) > 1:
             _legend_below(axes)
@@ -235,6 +237,28 @@ def _formatter(show: Any) -> Any:
     return FuncFormatter(lambda value, _position: show(value))
 
 
+def _mark_dollars(axes: Any) -> None:
+    """Ticks of a money axis, few enough to be read, on a logarithmic scale too."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if axes.get_xscale() == "log":
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if high < 300 * low else (1.0,), numticks=8))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter(_formatter(_dollars))
+
+
+def _dollars(amount: float) -> str:
+    """As short as a tick must be.
+
+    >>> _dollars(0.0025), _dollars(3e-7), _dollars(0.0)
+    ('$0.0025', '$3e-07', '$0')
+    """
+    return f"${amount:.2g}" if abs(amount) < 10 else f"${amount:,.0f}"
+
+
 def _legend_below(axes: Any) -> None:
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handletextpad=0.4, columnspacing=1.4)
 
@@ -245,15 +269,27 @@ def _text(value: Any, width: int = 32) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _event(row: Row) -> str:
-    """The row's label; the legend names the suite, so the label need not."""
-    return _text(str(row.get("label", "")).removesuffix(f" on {row.get('suite')}"))
+def event_of(score: Row) -> str:
+    """The label of a score without the suite, which stands beside it wherever it is shown."""
+    return str(score.get("label", "")).removesuffix(f" on {score.get('suite')}")
+
+
+def _event(score: Row) -> str:
+    return _text(event_of(score))
 
 
 def _wrapped(label: str, width: int = 18) -> str:
     import textwrap
 
     return "\n".join(textwrap.wrap(label, width)[:3]) or label
+
+
+def _band(step: Row) -> tuple[float, float] | None:
+    """The interval of a step's reward, which may be given as half its width."""
+    half = step.get("reward_ci95")
+    if isinstance(half, (int, float)):
+        return step["reward"] - half, step["reward"] + half
+    return _pair(half)
 
 
 def _pair(value: Any) -> tuple[float, float] | None:

@@ -72,14 +72,13 @@ class WatchReport:
         if self.contract_changed:
             reasons.append("the tool contract changed")
         if self.p_value < alpha:
-            reasons.append(
-                f"live success fell to {self.successes}/{self.requests} (promoted at {self.expected:.2f}, p = {self.p_value:.1e})"
-            )
+            promoted = f"promoted at {self.expected:.2f}, p = {self.p_value:.1e}"
+            reasons.append(f"live success fell to {self.successes}/{self.requests} ({promoted})")
         return "; ".join(reasons) or None
 
 
 def judge_traffic(rollouts: list[Rollout], expected: float, contract_changed: bool) -> WatchReport:
-    """Compares live outcomes with the promoted score; faults of tools or verifier say nothing of the policy and are left out."""
+    """Compares live outcomes with the promoted score; faults of tools or verifier say nothing of the policy: left out."""
     judged = [rollout for rollout in rollouts if rollout.outcome.trainable]
     successes = sum(rollout.success for rollout in judged)
     # A perfect score on n tasks does not mean that failure is impossible: the rule of three bounds it.

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from evergrad.config import Config
+from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
+from evergrad.rollouts import ESTIMATORS
 from evergrad.training import LoraConfig, LossConfig, OptimizerConfig
 
 
@@ -69,6 +70,8 @@ class RLConfig(Config):
 
     @model_validator(mode="after")
     def _sound(self) -> RLConfig:
+        if self.advantage not in ESTIMATORS:
+            raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
         if self.advantage == "group_mean" and self.group_size < 2:
             raise ValueError("advantage 'group_mean' needs group_size >= 2: one rollout is its own mean; raise group_size")
         if self.max_off_policy_steps > 0 and self.loss.name != "policy_gradient":

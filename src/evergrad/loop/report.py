@@ -15,7 +15,8 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
     As the ledger defines them.
 ``steps[]``
-    ``cycle``, ``step``, ``reward``, ``reward_ci95``, ``usd`` and ``wall_s`` (both since the run began), and further figures.
+    ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width, or a pair), ``usd`` and ``wall_s`` (both since the run
+    began), and further figures.
 ``timeline[]``
     ``at_s``, ``event``, ``usd`` (since the run began).
 ``scores[]``
@@ -315,7 +316,7 @@ def _score_table(data: Data) -> str:
         detail = ", ".join(f"{name} {percent(mean)}" for name, mean in slices.items())
         rows.append(
             [
-                _e(row.get("label")),
+                _e(plots.event_of(row)),
                 _e(row.get("suite")),
                 f"<code>{_e(row.get('version_id'))}</code>",
                 f"<b>{percent(row.get('mean'))}</b> <small>{_interval(row.get('ci95'), percent)}</small>",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import getpass
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         "base model": version.base_model,
         "recipe": version.recipe_hash,
         "made": version.created_at,
-        **{key.replace("_", " "): value for key, value in version.metadata.items()},
+        **{key.replace("_", " "): _flat(value) for key, value in version.metadata.items()},
     }
     screen.print(table(("", ""), [(cell(name, "dim"), value) for name, value in facts.items()]))
     for verdict in verdicts:
@@ -138,6 +138,10 @@ def find_served(run: Path, alias: str) -> ModelVersion:
         known = ", ".join(registry.aliases())
     hint = f"aliases there: {known}" if known else "let the run promote a version, or 'evergrad model promote VERSION'"
     raise InputError(f"nothing is promoted to '{alias}'", where=str(run), hint=hint)
+
+
+def _flat(value: object) -> object:
+    return ", ".join(f"{name} {inner}" for name, inner in value.items()) if isinstance(value, Mapping) else value
 
 
 def _move_line(event: AliasEvent) -> str:

@@ -104,7 +104,7 @@ def _print_rollout(screen: Console, record: Record, pieces: Callable[[int], str]
         cell("" if reward is None else f"  reward {reward:g}" if isinstance(reward, (int, float)) else f"  reward {reward}"),
         cell(f"  {record['source']}  {record['task_id']}  {record.get('slice') or ''}", "dim"),
     )
-    screen.rule(head, align="left", style="dim")
+    screen.print(head)
     for turn in record["turns"]:
         _print_turn(screen, turn, pieces)
     if record.get("fault"):

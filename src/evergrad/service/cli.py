@@ -55,6 +55,10 @@ VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="Version
 OptionalVersion = Annotated[str, typer.Argument(metavar="[VERSION]", help="Version id, or an alias.")]
 
 
+ONCE = ("budget.cycles=1", "watch.requests=0", "traffic.changes=[]")
+"""What makes one training of a whole run: the first cycle, without customers."""
+
+
 @app.callback(invoke_without_command=True)
 def _start(
     context: typer.Context,
@@ -80,19 +84,23 @@ def run(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> N
 
     In a folder that holds an unfinished run of the same configuration, go on from where it was.
     """
-    from evergrad.loop import run_loop
-
-    folder = run_loop(config, set_ or [], run_dir)
-    typer.echo(f"report: {folder / 'report.html'}")
+    _turn(config, set_ or [], run_dir)
 
 
 @app.command()
 def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
     """Train once: warm start and reinforcement learning, then measure and rule; no live traffic, no second cycle."""
+    _turn(config, [*(set_ or []), *ONCE], run_dir)
+
+
+def _turn(config: Path, overrides: list[str], run_dir: Path | None) -> None:
     from evergrad.loop import run_loop
 
-    once = ["budget.cycles=1", "watch.requests=0", "traffic.changes=[]"]
-    folder = run_loop(config, [*(set_ or []), *once], run_dir)
+    try:
+        folder = run_loop(config, overrides, run_dir)
+    except KeyboardInterrupt:
+        typer.echo("the same command goes on from where it was", err=True)
+        raise
     typer.echo(f"report: {folder / 'report.html'}")
 
 
@@ -180,7 +188,11 @@ def model_promote(version: VersionArgument, run: RunFolder = None, alias: Alias 
 
 
 @model_app.command("rollback")
-def model_rollback(run: RunFolder = None, alias: Alias = "production", reason: Reason = "") -> None:
+def model_rollback(
+    alias: Annotated[str, typer.Argument(metavar="[ALIAS]", help="The alias.")] = "production",
+    run: RunFolder = None,
+    reason: Reason = "",
+) -> None:
     """Point an alias at the version that it served before; a running `serve` follows within a second or two."""
     from evergrad.service._models import roll_back
     from evergrad.service._runs import find_run
