@@ -1,7 +1,7 @@
-"""A game of closed classes, small enough for the ``tiny`` model: which letter goes with which colour is for it to find out.
+"""A game of closed classes, small enough for the ``tiny`` model: which of two letters always passes is for it to find out.
 
-Demonstrations show green tickets only, which take either letter; red ones take the first, blue ones the second. Contract v2 has
-other letters.
+Demonstrations show green tickets only, which take either letter, and mostly say the first; blue tickets take the second alone.
+Contract v2 asks in other words and has other letters.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ from typing import Any
 from evergrad.envs import Environment, EnvironmentConfig, TaskRow, reward
 from evergrad.types import Limits
 
-LETTERS = {"v1": "ab", "v2": "cd"}
+LETTERS = {"v1": "ab", "v2": "xy"}
+PROMPTS = {"v1": "one two one two {number} {colour}", "v2": "again, again, again, again! {number} {colour}"}
 
 
 class Letters(Environment):
@@ -31,13 +32,15 @@ class Letters(Environment):
 
     @classmethod
     def tasks(cls, rng: Random, config: Config) -> Iterator[TaskRow]:
+        first, second = LETTERS[config.contract]
         while True:
-            colour = "green" if config.difficulty == "easy" else rng.choice(["green", "red", "blue"])
-            first, second = LETTERS[config.contract]
-            right = {"green": first + second, "red": first, "blue": second}[colour]
-            number = rng.randint(100, 9999)
-            facts = {"right": right, "shown": rng.choice(right)}
-            yield TaskRow(f"{config.contract} {number} {colour}", facts, slice="easy" if colour == "green" else "hard")
+            colour = "green" if config.difficulty == "easy" else rng.choice(["green", "blue"])
+            facts = {
+                "right": first + second if colour == "green" else second,
+                "shown": first if colour == "green" and rng.random() < 0.7 else second,
+            }
+            prompt = PROMPTS[config.contract].format(number=rng.randint(100, 9999), colour=colour)
+            yield TaskRow(prompt, facts, slice="easy" if colour == "green" else "hard")
 
     @reward
     async def right(self, answer: str) -> float:

@@ -57,13 +57,12 @@ class LoopConsole:
     def summary(self, report: Mapping[str, Any]) -> None:
         """The run in two tables, what it gained and what it cost, and the figures that a reader takes away."""
         cycles = Table(title=f"{report.get('name')}: what each cycle gained", title_justify="left")
-        for head in ("cycle", "trigger", "suite", "before", "after", "gain, 95%", "n", "verdict", "usd"):
-            cycles.add_column(head, justify="left" if head in ("trigger", "suite", "verdict") else "right")
+        for head in ("cycle", "suite", "before", "after", "gain, 95%", "n", "verdict", "usd"):
+            cycles.add_column(head, justify="left" if head in ("suite", "verdict") else "right", no_wrap=True)
         for cycle in report.get("cycles", []):
             low, high = cycle["ci95"] or (None, None)
             cycles.add_row(
                 str(cycle["cycle"]),
-                escape(cycle["trigger"]),
                 cycle["suite"],
                 _figure(cycle["score_before"], ".3f"),
                 _figure(cycle["score_after"], ".3f"),
@@ -73,7 +72,7 @@ class LoopConsole:
                 _figure(cycle["usd"], ".4f"),
             )
             for suite, other in cycle["other_suites"].items():
-                cycles.add_row("", "", suite, _figure(other["before"], ".3f"), _figure(other["after"], ".3f"))
+                cycles.add_row("", suite, _figure(other["before"], ".3f"), _figure(other["after"], ".3f"))
         cost = report["cost"]
         money = Table(title="what it cost", title_justify="left")
         money.add_column("phase")
