@@ -37,6 +37,10 @@ class EngineConfig(Config):
     """Tokens whose keys and values are kept, live and for reuse. Memory is taken as it fills."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and completion together; None takes the model's own limit or the cache's size, whichever is less."""
+    draft_tokens: int = Field(default=8, ge=0)
+    """Most tokens that are guessed for one row in one step; 0 guesses none. Completions are the same either way."""
+    draft_batch_tokens: int = Field(default=64, ge=0)
+    """Guesses fill a step up to this many tokens: what the machine computes in little more time than half as many."""
     seed: int = 0
     """Of requests that bring none."""
     policy_version: int = 0
