@@ -31,8 +31,8 @@ class EngineConfig(Config):
     """Sequences in one step; equal samples of a group count once until they part."""
     max_batch_tokens: int = Field(default=512, ge=1)
     """Tokens in one step: every running row's next one, then prompts, in pieces where they do not fit."""
-    block_size: int = Field(default=16, ge=1)
-    """Tokens of one block of the key-value cache. What two prompts share is found to the token, not to the block."""
+    block_size: int = Field(default=4, ge=1)
+    """Tokens of one block of the key-value cache. Prompts of one step share whole blocks, later ones to the token."""
     kv_cache_tokens: int = Field(default=32768, ge=1)
     """Tokens whose keys and values are kept, live and for reuse. Memory is taken as it fills."""
     max_model_len: int | None = Field(default=None, ge=2)
