@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_generate(engine: Engine, reference: LlamaFor
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("extra", [0, 1, 5, 30])
 def test_prefix_hits_change_nothing(make_engine: MakeEngine, reference: LlamaForCausalLM, block_size: int, extra: int) -> None:
-    engine = make_engine(block_size=block_size)
+    engine = make_engine(block_size=block_size, draft_tokens=0)
     prompt = prompt_of(50)
     (first,) = ask(engine, prompt, Sampling(max_tokens=13, seed=1))
     assert first.cached_tokens == 0
@@ -73,7 +73,7 @@ def test_prefix_hits_change_nothing(make_engine: MakeEngine, reference: LlamaFor
 
 
 def test_prompts_of_one_step_share_what_they_have_in_common(make_engine: MakeEngine, reference: LlamaForCausalLM) -> None:
-    engine = make_engine(block_size=4)
+    engine = make_engine(block_size=4, draft_tokens=0)
     system = prompt_of(40)
     prompts = [(*system, *prompt_of(6 + index, seed=index)) for index in range(5)]
     for index, prompt in enumerate(prompts):
@@ -85,7 +85,7 @@ def test_prompts_of_one_step_share_what_they_have_in_common(make_engine: MakeEng
 
 
 def test_a_group_is_one_row_until_its_tokens_part(make_engine: MakeEngine, reference: LlamaForCausalLM) -> None:
-    engine = make_engine()
+    engine = make_engine(draft_tokens=0)
     prompt = prompt_of(30)
     for index in range(8):
         engine.submit(Request(str(index), prompt, Sampling(temperature=0.7, max_tokens=25, seed=index)))
@@ -99,7 +99,8 @@ def test_a_group_is_one_row_until_its_tokens_part(make_engine: MakeEngine, refer
         assert worst_error(reference, prompt, results[str(index), 0], 0.7) < TOLERANCE
 
 
-def test_equal_greedy_requests_never_part(engine: Engine) -> None:
+def test_equal_greedy_requests_never_part(make_engine: MakeEngine) -> None:
+    engine = make_engine(draft_tokens=0)
     for index in range(5):
         engine.submit(Request(str(index), prompt_of(10), Sampling(temperature=0.0, max_tokens=10, seed=index)))
     results = finish(engine)
@@ -219,19 +220,49 @@ def test_abort_ends_one_request_and_spares_its_twin(engine: Engine) -> None:
     results: Results = {}
     engine.submit(Request("a", prompt, Sampling(max_tokens=20, seed=1)))
     engine.submit(Request("b", prompt, Sampling(max_tokens=20, seed=1)))
-    for _ in range(4):
+    while len(results.get(("a", 0), Done()).token_ids) < 4:
         gather(engine.step(), results)
+    taken = len(results["a", 0].token_ids)
     gather(engine.abort("a"), results)
     assert engine.abort("a") == []
     finish(engine, results)
     assert results["a", 0].finish_reason == FinishReason.ABORT
-    assert results["a", 0].token_ids == expected.token_ids[:4]
-    assert results["a", 0].spans == (PolicySpan(0, 0, 4),)
+    assert results["a", 0].token_ids == expected.token_ids[:taken]
+    assert results["a", 0].spans == (PolicySpan(0, 0, taken),)
     assert results["b", 0].token_ids == expected.token_ids
     engine.submit(Request("a", prompt, Sampling(max_tokens=2)))
     engine.submit(Request("c", prompt, Sampling(max_tokens=2)))
     gather(engine.abort("a"), {})
     assert len(finish(engine)["c", 0].token_ids) == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"block_size": 1}, {"kv_cache_tokens": 192, "max_model_len": 120, "max_rows": 5}])
+def test_guesses_change_nothing_but_the_number_of_steps(
+    make_engine: MakeEngine, reference: LlamaForCausalLM, changes: dict[str, int]
+) -> None:
+    """What was said once is guessed the second time: groups that part within a guess, stops and limits within it included."""
+    prompts = [prompt_of(12 + index, seed=index) for index in range(10)]
+    outcomes: list[Results] = []
+    steps = []
+    for draft_tokens in (0, 6):
+        engine = make_engine(draft_tokens=draft_tokens, **changes)
+        for turn in range(2):
+            before = engine.num_steps
+            for index, prompt in enumerate(prompts):
+                temperature = 0.0 if index % 2 else 0.3
+                sampling = Sampling(temperature=temperature, max_tokens=20 + index, seed=index, stop_token_ids=(77, 150))
+                engine.submit(Request(f"{turn}-{index}", prompt, sampling, n=1 + index % 4))
+            results = finish(engine)
+        outcomes.append(results)
+        steps.append(engine.num_steps - before)
+        assert engine._pool.available == engine._pool.num_blocks
+    assert engine.num_accepted > 60
+    assert steps[1] < steps[0] / 2
+    for (name, index), done in results.items():
+        other, prompt = outcomes[0][name, index], prompts[int(name[2:])]
+        assert (done.token_ids, done.finish_reason, done.spans) == (other.token_ids, other.finish_reason, other.spans)
+        assert worst_error(reference, prompt, done, 1.0 if int(name[2:]) % 2 else 0.3) < TOLERANCE
+    assert {done.finish_reason for done in results.values()} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 def test_the_probe_is_transformers_forward(make_engine: MakeEngine, reference: LlamaForCausalLM) -> None:

@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 
 from evergrad.inference._blocks import BlockPool, OutOfBlocks
 from evergrad.inference._chat import TextStream
+from evergrad.inference._drafts import Drafter, Guess, Lookup, share_out
 from evergrad.inference._lockstep import Lockstep
 from evergrad.inference._rows import Distribution, Sample
 from evergrad.inference._sampling import Draws
@@ -141,6 +142,37 @@ def test_sampling_leaves_the_logits_alone() -> None:
     kept = logits.clone()
     Draws(logits, [Distribution(0.5, 0.9, 3), Distribution(1.0, 1.0, 0)]).draw([0, 1], [0.3, 0.4])
     assert torch.equal(logits, kept)
+
+
+def test_guesses_follow_the_longest_context_and_the_own_row_first() -> None:
+    drafter, own = Drafter(max_length=5), Lookup()
+    drafter.learn([1, 2, 3, 4, 5, 6, 7], 0)
+    own.learn([9, 3, 4, 8, 8, 3, 4], 0)
+    guess = drafter.guess(own, [9, 3, 4], limit=5)
+    assert guess is not None
+    assert (guess.tokens[0], guess.evidence) == (8, ("row", 3))
+    guess = drafter.guess(Lookup(), [2, 3, 4], limit=5)
+    assert guess is not None
+    assert (guess.tokens[0], guess.evidence) == (5, ("any", 3))
+    for _ in range(200):
+        drafter.outcome(guess, True)
+    sure = drafter.guess(Lookup(), [1, 2, 3, 4], limit=2)
+    assert sure is not None
+    assert sure.tokens == (5,) or sure.tokens == (5, 6)
+    assert drafter.guess(Lookup(), [50, 60], limit=5) is None
+    drafter.forget()
+    assert drafter.guess(Lookup(), [2, 3, 4], limit=5) is None
+
+
+def test_room_goes_to_the_likeliest_guesses() -> None:
+    guesses = {
+        0: Guess((1, 2, 3), (0.9, 0.8, 0.7), ("row", 4)),
+        1: Guess((1, 2), (0.85, 0.4), ("row", 3)),
+        2: Guess((1,), (0.1,), ("any", 2)),
+    }
+    assert share_out(guesses.items(), 0) == {}
+    assert share_out(guesses.items(), 3) == {0: 2, 1: 1}
+    assert share_out(guesses.items(), 100) == {0: 3, 1: 2}
 
 
 def test_lockstep_waits_for_all_and_lets_go_of_one_that_does_not_come() -> None:

@@ -129,15 +129,15 @@ def paged_attention(
 
 def plan_step(chunks: Sequence[Chunk], device: torch.device, with_windows: bool) -> StepPlan:
     """Groups the rows of a step into families, and families of like size into calls."""
-    starts = np.cumsum([0] + [chunk.end - chunk.start for chunk in chunks])
-    new_slots = np.concatenate([chunk.row.slots[chunk.start : chunk.end] for chunk in chunks])
+    starts = np.cumsum([0] + [chunk.stop - chunk.start for chunk in chunks])
+    new_slots = np.concatenate([chunk.row.slots[chunk.start : chunk.stop] for chunk in chunks])
     # Rows with a common beginning become neighbours.
     order = sorted(range(len(chunks)), key=lambda place: chunks[place].row.blocks)
     families: list[_Family] = []
     previous: np.ndarray | None = None
     for place in order:
         chunk = chunks[place]
-        slots = chunk.row.slots[: chunk.end]
+        slots = chunk.row.slots[: chunk.stop]
         tokens = np.arange(starts[place], starts[place + 1])
         shared = 0 if previous is None else _common_length(previous, slots)
         if shared and _worth_joining(families[-1], len(tokens), len(slots), shared):
@@ -161,7 +161,7 @@ def plan_step(chunks: Sequence[Chunk], device: torch.device, with_windows: bool)
 
 def chunks_positions(chunks: Sequence[Chunk]) -> np.ndarray:
     """[T] position of each token of the flat batch in its row."""
-    return np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+    return np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
 
 
 def _worth_joining(family: _Family, num_tokens: int, length: int, shared: int) -> bool:

@@ -37,6 +37,14 @@ class WeightFirstLinear(nn.Linear):
         return product.t().view(*input.shape[:-1], self.out_features)
 
 
+class TransposedEmbedding(nn.Embedding):
+    """``nn.Embedding`` whose output lies in memory as :class:`WeightFirstLinear` leaves its own: the two are then added along
+    memory and not across it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
 class Model:
     """A causal language model over a paged cache."""
 
@@ -127,6 +135,8 @@ class Model:
                 layers += hasattr(module, "k_proj") or hasattr(module, "qkv_proj")
             if self.device.type == "cpu" and type(module) is nn.Linear:
                 module.__class__ = WeightFirstLinear
+            if self.device.type == "cpu" and type(module) is nn.Embedding:
+                module.__class__ = TransposedEmbedding
         if layers != self.cache.memory.shape[0]:
             raise EngineError(
                 f"{layers} attention layers where {self.cache.memory.shape[0]} were expected",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from evergrad.inference._blocks import ChainId
+from evergrad.inference._drafts import Lookup
 from evergrad.types import FinishReason, PolicySpan, Sampling
 
 Order = tuple[int, str, int, int]
@@ -48,9 +50,10 @@ class Sample:
         elif len(self.token_ids) >= self.sampling.max_tokens or room <= 0:
             self.finish_reason = FinishReason.LENGTH
 
-    def uniform(self) -> float:
-        """The draw of the next token, in [0, 1): a function of the seed and the token's place, and of nothing else."""
-        text = f"{self.seed}:{len(self.token_ids)}".encode()
+    def uniform(self, ahead: int = 0) -> float:
+        """The draw of the next token, or of one further ``ahead``, in [0, 1): a function of the seed and the token's place, and
+        of nothing else."""
+        text = f"{self.seed}:{len(self.token_ids) + ahead}".encode()
         return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11) * 2.0**-53
 
 
@@ -86,6 +89,8 @@ class Row:
     """Of the full blocks so far; None when they hold anything of an older version, and must not be found again."""
     num_chained: int = 0
     """Blocks in the chain."""
+    lookup: Lookup | None = None
+    """What followed what in ``tokens``; made when first needed."""
     slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Place in the cache of each token that ``blocks`` has room for."""
 
@@ -93,6 +98,18 @@ class Row:
     def num_waiting(self) -> int:
         """Tokens to compute before the next one can be drawn."""
         return len(self.tokens) - self.num_computed
+
+    def own_lookup(self) -> Lookup:
+        if self.lookup is None:
+            self.lookup = Lookup()
+            self.lookup.learn(self.tokens, 0)
+        return self.lookup
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        start = len(self.tokens)
+        self.tokens.extend(tokens)
+        if self.lookup is not None:
+            self.lookup.learn(self.tokens, start)
 
     def add_blocks(self, blocks: list[int], block_size: int) -> None:
         self.blocks.extend(blocks)

@@ -29,19 +29,21 @@ class Draws:
     def __init__(self, logits: torch.Tensor, distributions: Sequence[Distribution]) -> None:
         num_rows, vocabulary = logits.shape
         num_chunks = -(-vocabulary // _CHUNK)
-        self._vocabulary = vocabulary
         self._greedy = [one.temperature == 0.0 for one in distributions]
-        # Padded to whole chunks; the padding has no weight. Logits may come transposed in memory: this also puts them in order.
-        padded = torch.full((num_rows, num_chunks * _CHUNK), float("-inf"), device=logits.device)
-        scores = padded[:, :vocabulary].copy_(logits)
+        # Logits may come transposed in memory; here they are put in order, and padded to whole chunks that have no weight.
+        weights = torch.empty((num_rows, num_chunks * _CHUNK), device=logits.device)
+        weights[:, vocabulary:] = float("-inf")
+        scores = weights[:, :vocabulary].copy_(logits)
+        self._logits = logits
+        self._divisors = torch.tensor([one.temperature or 1.0 for one in distributions], device=logits.device)
         if any(one.temperature not in (0.0, 1.0) for one in distributions):
-            scores /= torch.tensor([one.temperature or 1.0 for one in distributions], device=logits.device)[:, None]
+            scores /= self._divisors[:, None]
         cut = [row for row, one in enumerate(distributions) if one.top_k > 0 or one.top_p < 1.0]
         if cut:
             scores[cut] = _truncate(scores[cut], [distributions[row] for row in cut])
-        self._scores = scores
+        self._truncates = bool(cut)
         self._largest = scores.amax(dim=-1)
-        self._weights = (padded - self._largest[:, None]).exp_().view(num_rows, num_chunks, _CHUNK)
+        self._weights = weights.sub_(self._largest[:, None]).exp_().view(num_rows, num_chunks, _CHUNK)
         # [R, C], running sums of the chunks' weights in double precision.
         self._sums = self._weights.sum(dim=-1).double().cumsum(dim=-1)
         total = self._sums[:, -1]
@@ -61,7 +63,8 @@ class Draws:
         tokens: list[int] = (chunks * _CHUNK + _first_above(within, aims - before)).tolist()
         greedy = sorted({row for row in rows if self._greedy[row]})
         if greedy:
-            likeliest = dict(zip(greedy, self._scores[greedy].argmax(dim=-1).tolist(), strict=True))
+            # Not by weight: two scores that differ may have the same.
+            likeliest = dict(zip(greedy, self._logits[greedy].argmax(dim=-1).tolist(), strict=True))
             tokens = [likeliest.get(row, token) for row, token in zip(rows, tokens, strict=True)]
         return tokens
 
@@ -69,7 +72,11 @@ class Draws:
         """Natural-log probability of ``tokens[i]`` in row ``rows[i]``; −inf for what was cut off."""
         index = torch.tensor(rows, dtype=torch.long, device=self._sums.device)
         token = torch.tensor(tokens, dtype=torch.long, device=self._sums.device)
-        scores = (self._scores[index, token] - self._largest[index]).double()
+        # From the logits, since a weight that is zero by rounding has no logarithm.
+        scores = self._logits[index, token].double() / self._divisors[index] - self._largest[index]
+        kept = self._weights.view(len(self._weights), -1)[index, token] > 0 if self._truncates else None
+        if kept is not None:
+            scores = scores.masked_fill(~kept, float("-inf"))
         # A rounding above zero would be a probability above one.
         found: list[float] = (scores - self._sums[index, -1].log()).clamp(max=0.0).tolist()
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from evergrad.inference._blocks import BlockPool, OutOfBlocks
+from evergrad.inference._drafts import Drafter, Guess, share_out
 from evergrad.inference._rows import Distribution, Order, Row, Sample
+from evergrad.inference.config import EngineConfig
 
 CopyBlock = Callable[[int, int, int], None]
 """Copies the first n tokens of one block to another: (source, target, n)."""
@@ -14,11 +16,24 @@ CopyBlock = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``[start, end)`` of a row, to be computed in one step."""
+    """Tokens ``[start, end)`` of a row, to be computed in one step, and what may follow them."""
 
     row: Row
     start: int
     end: int
+    guess: Guess | None = None
+    """Of what comes next, for the first token's sake; only where the row is computed to its end."""
+    draft: tuple[int, ...] = ()
+    """The part of the guess that is computed along."""
+
+    @property
+    def stop(self) -> int:
+        """``end``, draft included."""
+        return self.end + len(self.draft)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.row.tokens[self.start : self.end], *self.draft]
 
     @property
     def draws(self) -> bool:
@@ -29,9 +44,10 @@ class Chunk:
 class Scheduler:
     """Rows that wait and rows that run. A running row owns blocks; when there are none left, the youngest gives way."""
 
-    def __init__(self, pool: BlockPool, copy_block: CopyBlock, max_rows: int, max_batch_tokens: int) -> None:
-        self.pool, self._copy_block = pool, copy_block
-        self._max_rows, self._max_batch_tokens = max_rows, max_batch_tokens
+    def __init__(self, pool: BlockPool, drafter: Drafter, copy_block: CopyBlock, config: EngineConfig, max_len: int) -> None:
+        self.pool, self._drafter, self._copy_block = pool, drafter, copy_block
+        self._max_rows, self._max_batch_tokens = config.max_rows, config.max_batch_tokens
+        self._draft_batch_tokens, self._max_len = config.draft_batch_tokens, max_len
         self.waiting: list[Row] = []
         self.running: list[Row] = []
         self.num_preemptions = 0
@@ -69,15 +85,18 @@ class Scheduler:
                 break
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
-        return chunks
+        return self._with_drafts(chunks)
 
-    def fork(self, row: Row, token_id: int) -> Row:
-        """A row that goes on from ``row`` with ``token_id``: full blocks are shared, the last one is copied in part.
+    def fork(self, row: Row, token_ids: Sequence[int], num_computed: int) -> Row:
+        """A row that goes on from ``row`` with ``token_ids``. The first ``num_computed`` tokens of all that are in the row's
+        blocks: full ones are shared, the last one is copied in part.
 
-        ``row`` must be computed to its end. Without room for one more, the new row waits, and finds its blocks again then.
+        Without room for one more, the new row waits, and finds its blocks again then.
         """
-        child = Row([*row.tokens, token_id], row.prompt_len, row.distribution, [], row.order)
-        full, rest = divmod(row.num_computed, self.pool.block_size)
+        child = Row([*row.tokens], row.prompt_len, row.distribution, [], row.order)
+        child.lookup = None if row.lookup is None else row.lookup.copy()
+        child.extend(token_ids)
+        full, rest = divmod(num_computed, self.pool.block_size)
         if len(self.running) >= self._max_rows or (rest and not self.pool.available):
             self.waiting.append(child)
             return child
@@ -88,7 +107,7 @@ class Scheduler:
             block = self.pool.take()
             self._copy_block(row.blocks[full], block, rest)
             child.add_blocks([block], self.pool.block_size)
-        child.num_computed = row.num_computed
+        child.num_computed = num_computed
         child.chain, child.num_chained = row.chain, row.num_chained
         self.running.insert(self.running.index(row) + 1, child)
         return child
@@ -120,6 +139,32 @@ class Scheduler:
                 self.running.remove(row)
                 self._release(row)
                 self.waiting.append(row)
+
+    def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Adds guesses where the step has room for them. They never make a row give way."""
+        guesses: dict[int, Guess] = {}
+        for place, chunk in enumerate(chunks):
+            # A token less than could be drawn: what follows the last one is not asked for.
+            room = min(
+                max((sample.sampling.max_tokens - len(sample.token_ids) for sample in chunk.row.samples), default=0),
+                self._max_len - len(chunk.row.tokens),
+            )
+            if chunk.draws and room > 1:
+                guess = self._drafter.guess(chunk.row.own_lookup(), chunk.row.tokens, room - 1)
+                if guess is not None:
+                    guesses[place] = guess
+        computed = sum(chunk.end - chunk.start for chunk in chunks)
+        taken = share_out(guesses.items(), self._draft_batch_tokens - computed)
+        return [self._with_draft(chunk, guesses.get(place), taken.get(place, 0)) for place, chunk in enumerate(chunks)]
+
+    def _with_draft(self, chunk: Chunk, guess: Guess | None, length: int) -> Chunk:
+        if guess is None:
+            return chunk
+        size = self.pool.block_size
+        length = min(length, (len(chunk.row.blocks) + self.pool.available) * size - chunk.end)
+        missing = max(0, -(-(chunk.end + length) // size) - len(chunk.row.blocks))
+        chunk.row.add_blocks([self.pool.take() for _ in range(missing)], size)
+        return replace(chunk, guess=guess, draft=guess.tokens[:length])
 
     def _grow(self, row: Row, budget: int, scheduled: set[int]) -> Chunk | None:
         end = min(len(row.tokens), row.num_computed + budget)

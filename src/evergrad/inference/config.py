@@ -31,12 +31,16 @@ class EngineConfig(Config):
     """Sequences in one step; equal samples of a group count once until they part."""
     max_batch_tokens: int = Field(default=512, ge=1)
     """Tokens in one step: every running row's next one, then prompts, in pieces where they do not fit."""
-    block_size: int = Field(default=16, ge=1)
-    """Tokens of one block of the key-value cache. What two prompts share is found to the token, not to the block."""
+    block_size: int = Field(default=4, ge=1)
+    """Tokens of one block of the key-value cache. Prompts of one step share whole blocks, later ones to the token."""
     kv_cache_tokens: int = Field(default=32768, ge=1)
     """Tokens whose keys and values are kept, live and for reuse. Memory is taken as it fills."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Prompt and completion together; None takes the model's own limit or the cache's size, whichever is less."""
+    draft_tokens: int = Field(default=8, ge=0)
+    """Most tokens that are guessed for one row in one step; 0 guesses none. Completions are the same either way."""
+    draft_batch_tokens: int = Field(default=64, ge=0)
+    """Guesses fill a step up to this many tokens: what the machine computes in little more time than half as many."""
     seed: int = 0
     """Of requests that bring none."""
     policy_version: int = 0

@@ -11,13 +11,14 @@ Between two steps weights may change (:meth:`Engine.commit`): rows go on, their 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from evergrad.inference._attention import chunks_positions, plan_step
 from evergrad.inference._blocks import BlockPool
+from evergrad.inference._drafts import CONTEXT, Drafter
 from evergrad.inference._model import Model
 from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
@@ -81,12 +82,14 @@ class Engine:
         self.model = Model(config)
         self.policy_version = config.policy_version
         self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size)
-        self._scheduler = Scheduler(self._pool, self._copy_block, config.max_rows, config.max_batch_tokens)
+        self._drafter = Drafter(config.draft_tokens)
+        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, self.model.max_len)
         self._owners: dict[str, dict[int, Row]] = {}
         self._arrivals = 0
         self._session_requests: dict[str, int] = {}
         self._staged: dict[str, torch.Tensor] | None = None
         self.num_steps = self.num_drawn = self.num_computed = 0
+        self.num_drafted = self.num_accepted = 0
 
     @property
     def has_work(self) -> bool:
@@ -129,6 +132,8 @@ class Engine:
             )
             for index in range(request.n)
         ]
+        if self.config.draft_tokens:
+            self._drafter.learn(request.token_ids, 0)
         row = self._scheduler.enqueue(request.token_ids, Distribution.of(request.sampling), samples, samples[0].order)
         self._owners[request.request_id] = dict.fromkeys(range(request.n), row)
 
@@ -156,7 +161,7 @@ class Engine:
             chunk.row.num_computed = chunk.end
         self._pool.written()
         self.num_steps += 1
-        return self._draw([chunk.row for chunk in drawing], logits) if drawing else []
+        return self._draw(drawing, logits) if drawing else []
 
     @torch.inference_mode()
     def logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
@@ -215,11 +220,13 @@ class Engine:
         self.model.bind(self._staged)
         self._staged = None
         self.policy_version = policy_version
+        # Guesses too: not a bit of what follows depends on what was asked under the old weights.
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what was computed; without running rows, the engine is then as it was at its start."""
+        """Forgets what was computed and guessed; without running rows, the engine is then as it was at its start."""
         self._scheduler.forget_prefixes()
+        self._drafter.forget()
 
     def open_session(self, session_id: str) -> None:
         """From here on the session's requests have their place in the queue, and seeds where they bring none, by the session's
@@ -245,38 +252,35 @@ class Engine:
             raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
 
     def _forward(self, chunks: list[Chunk], every_token: bool = False) -> torch.Tensor:
-        token_ids = [token for chunk in chunks for token in chunk.row.tokens[chunk.start : chunk.end]]
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
         if every_token:
             wanted = list(range(len(token_ids)))
         else:
             wanted, at = [], 0
             for chunk in chunks:
-                at += chunk.end - chunk.start
+                at += chunk.stop - chunk.start
                 if chunk.draws:
-                    wanted.append(at - 1)
+                    wanted.extend(range(at - 1 - len(chunk.draft), at))
         plan = plan_step(chunks, self.model.device, self.model.has_windows)
         self.num_computed += len(token_ids)
         return self.model.forward(token_ids, chunks_positions(chunks), wanted, plan)
 
-    def _draw(self, rows: list[Row], logits: torch.Tensor) -> list[Event]:
-        draws = Draws(logits, [row.distribution for row in rows])
-        places = [(place, sample) for place, row in enumerate(rows) for sample in row.samples if draws.usable[place]]
-        wanted = [place for place, _ in places]
-        chosen = draws.draw(wanted, [sample.uniform() for _, sample in places])
-        logprobs = draws.logprobs(wanted, chosen)
-        events = [event for place, row in enumerate(rows) if not draws.usable[place] for event in self._fail(row)]
-        parted: dict[int, dict[int, list[Sample]]] = {}
-        for (place, sample), token, logprob in zip(places, chosen, logprobs, strict=True):
-            row = rows[place]
-            self.num_drawn += 1
-            sample.add(token, logprob, self.policy_version, self.model.max_len - len(row.tokens) - 1)
-            events.append(_progress(sample))
-            if sample.finish_reason is None:
-                parted.setdefault(place, {}).setdefault(token, []).append(sample)
-            else:
-                self._leave(row, sample)
-        for place, by_token in parted.items():
-            self._part(rows[place], by_token)
+    def _draw(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
+        """Draws for every sample at every position of its row's draft, then keeps what it would have drawn step by step."""
+        positions = [(chunk, ahead) for chunk in chunks for ahead in range(len(chunk.draft) + 1)]
+        draws = Draws(logits, [chunk.row.distribution for chunk, _ in positions])
+        unusable = {chunk for place, (chunk, _) in enumerate(positions) if not draws.usable[place]}
+        places = [place for place, (chunk, _) in enumerate(positions) if chunk not in unusable]
+        asks = [(place, sample) for place in places for sample in positions[place][0].row.samples]
+        wanted = [place for place, _ in asks]
+        tokens = draws.draw(wanted, [sample.uniform(positions[place][1]) for place, sample in asks])
+        logprobs = draws.logprobs(wanted, tokens)
+        drawn: dict[int, list[tuple[int, float]]] = {}
+        for (_, sample), token, logprob in zip(asks, tokens, logprobs, strict=True):
+            drawn.setdefault(id(sample), []).append((token, logprob))
+        events: list[Event] = []
+        for chunk in chunks:
+            events += self._fail(chunk.row) if chunk in unusable else self._take(chunk, drawn)
         return events
 
     def _fail(self, row: Row) -> list[Event]:
@@ -287,17 +291,49 @@ class Engine:
             self._leave(row, sample)
         return events
 
-    def _part(self, row: Row, by_token: dict[int, list[Sample]]) -> None:
-        """Splits a row by the tokens its samples drew: the first group keeps it, each other one gets a copy."""
-        (first, kept), *others = by_token.items()
-        row.samples = kept
+    def _take(self, chunk: Chunk, drawn: Mapping[int, Sequence[tuple[int, float]]]) -> list[Event]:
+        """Gives each sample of a row what it drew, up to where it leaves the draft; parts those that left it differently."""
+        row, events = chunk.row, list[Event]()
+        parted: dict[tuple[int, ...], list[Sample]] = {}
+        for sample in row.samples:
+            taken: tuple[int, ...] = ()
+            for token, logprob in drawn[id(sample)]:
+                room = self.model.max_len - len(row.tokens) - len(taken) - 1
+                sample.add(token, logprob, self.policy_version, room)
+                events.append(_progress(sample))
+                taken = (*taken, token)
+                if sample.finish_reason is not None or taken != chunk.draft[: len(taken)]:
+                    break
+            self.num_drawn += len(taken)
+            if chunk.guess is not None:
+                self._drafter.outcome(chunk.guess, taken[0] == chunk.guess.tokens[0])
+            parted.setdefault(taken, []).append(sample)
+        self._part(row, chunk, parted)
+        return events
+
+    def _part(self, row: Row, chunk: Chunk, parted: Mapping[tuple[int, ...], list[Sample]]) -> None:
+        """Splits a row by the tokens its samples took: those that took most keep it, each other group gets a copy."""
+        base = chunk.end
+        going = {taken: [one for one in samples if one.finish_reason is None] for taken, samples in parted.items()}
+        longest = max(parted, key=len)
+        kept = max((taken for taken in parted if going[taken]), key=len, default=longest)
         # In reverse, since each copy is put right behind the row.
-        for token, samples in reversed(others):
-            child = self._scheduler.fork(row, token)
-            child.samples = samples
-            for sample in samples:
-                self._owners[sample.request_id][sample.index] = child
-        row.tokens.append(first)
+        for taken, samples in reversed(going.items()):
+            if samples and taken != kept:
+                child = self._scheduler.fork(row, taken, base + len(taken) - 1)
+                child.samples = samples
+                for sample in samples:
+                    self._owners[sample.request_id][sample.index] = child
+                    row.samples.remove(sample)
+        self.num_drafted += len(chunk.draft)
+        self.num_accepted += len(longest) - 1
+        for taken in parted if self.config.draft_tokens else ():
+            # With the tokens before them, which are the context of the first ones.
+            self._drafter.learn([*row.tokens[-CONTEXT:], *taken], min(base, CONTEXT))
+        row.extend(kept)
+        row.num_computed = base + len(kept) - 1
+        for sample in [one for one in row.samples if one.finish_reason is not None]:
+            self._leave(row, sample)
 
     def _leave(self, row: Row, sample: Sample) -> None:
         row.samples.remove(sample)

@@ -270,6 +270,8 @@ class EngineServer:
             "evergrad_engine_steps_total": engine.num_steps,
             "evergrad_engine_tokens_drawn_total": engine.num_drawn,
             "evergrad_engine_tokens_computed_total": engine.num_computed,
+            "evergrad_engine_tokens_guessed_total": engine.num_drafted,
+            "evergrad_engine_guesses_kept_total": engine.num_accepted,
             "evergrad_engine_preemptions_total": engine.num_preemptions,
             "evergrad_engine_rows_running": engine.num_running,
             "evergrad_engine_rows_waiting": engine.num_waiting,
