@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,7 +66,13 @@ def start(tmp_path: Path) -> Start:
     """Starts the command line in a process of its own; whatever is left of it at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    def run(*arguments: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+        def prepare() -> None:
+            # A shell that runs the tests in the background has them ignore SIGINT; a user's terminal does not.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if before is not None:
+                before()
+
         process = subprocess.Popen(
             [sys.executable, "-m", "evergrad.service.cli", *arguments],
             stdout=subprocess.PIPE,
@@ -73,7 +80,7 @@ def start(tmp_path: Path) -> Start:
             text=True,
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            **options,  # type: ignore[arg-type]
+            preexec_fn=prepare,
         )
         started.append(process)
         return process

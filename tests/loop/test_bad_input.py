@@ -96,7 +96,7 @@ def test_full_disk_leaves_the_last_whole_state(tiny_config: Path, start: Start, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     base_model("tiny")  # made before, so that the run itself is what meets the limit
-    process = start("run", str(tiny_config), "--run-dir", str(run), preexec_fn=no_large_files)
+    process = start("run", str(tiny_config), "--run-dir", str(run), before=no_large_files)
     output, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, None), output
     assert "Traceback" not in output

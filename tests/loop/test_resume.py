@@ -36,18 +36,16 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Final weights of the run that nobody disturbs, filled by the first test that needs them."""
-    return {}
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that nobody disturbs, filled by the first test that needs it."""
+    return tmp_path_factory.mktemp("alone") / "run"
 
 
 @pytest.fixture
-def undisturbed(alone: dict[str, str], tiny_config: Path, start: Start) -> str:
-    if not alone:
-        run = tiny_config.parent / "alone"
-        finish(start("run", str(tiny_config), "--run-dir", str(run)))
-        alone["weights"] = weights_hash(run)
-    return alone["weights"]
+def undisturbed(alone: Path, tiny_config: Path, start: Start) -> str:
+    if not alone.exists():
+        finish(start("run", str(tiny_config), "--run-dir", str(alone)))
+    return weights_hash(alone)
 
 
 def wait_for(moment: str, run: Path, process: subprocess.Popen[str]) -> None:
@@ -77,8 +75,8 @@ def reached(moment: str, run: Path) -> bool:
 
 MOMENTS = ("rollouts", "training", "saving")
 VICTIMS = ("controller", "evergrad.inference", "evergrad.training")
-# Each victim and each moment once; the other six pairs take minutes more, and go the same way.
-EVERY_TIME = set(zip(VICTIMS, MOMENTS, strict=True))
+# The others go the same way and take minutes more: `make test-slow`.
+EVERY_TIME = {("controller", "rollouts"), ("evergrad.training", "saving")}
 PAIRS = [
     pytest.param(victim, moment, marks=() if (victim, moment) in EVERY_TIME else pytest.mark.slow)
     for victim in VICTIMS
@@ -123,6 +121,7 @@ def assert_whole(run: Path) -> None:
     json.loads((run / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in report.json"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_and_goes_on_later(undisturbed: str, tiny_config: Path, start: Start) -> None:
     run = tiny_config.parent / "interrupted"
     process = start("run", str(tiny_config), "--run-dir", str(run))
@@ -137,11 +136,8 @@ def test_ctrl_c_stops_all_and_goes_on_later(undisturbed: str, tiny_config: Path,
     assert weights_hash(run) == undisturbed
 
 
-def test_a_finished_run_starts_nothing(tiny_config: Path, start: Start) -> None:
-    run = tiny_config.parent / "finished"
-    config = tiny_config.read_text().replace("steps = 3", "steps = 1")
-    tiny_config.write_text(config)
-    finish(start("run", str(tiny_config), "--run-dir", str(run)))
-    before = {path: path.stat().st_mtime_ns for path in run.glob("versions/*/*")}
-    assert "finished" in finish(start("run", str(tiny_config), "--run-dir", str(run)))
-    assert {path: path.stat().st_mtime_ns for path in run.glob("versions/*/*")} == before
+def test_a_finished_run_starts_nothing(undisturbed: str, alone: Path, tiny_config: Path, start: Start) -> None:
+    before = {path: path.stat().st_mtime_ns for path in alone.glob("versions/*/*")}
+    assert "is finished" in finish(start("run", str(tiny_config), "--run-dir", str(alone)))
+    assert {path: path.stat().st_mtime_ns for path in alone.glob("versions/*/*")} == before
+    assert weights_hash(alone) == undisturbed

@@ -60,7 +60,12 @@ class Server:
         self.log = run / f"serve-{time.time_ns()}.out"
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                arguments, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                arguments,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                # A shell that runs the tests in the background has them ignore SIGINT; a user's terminal does not.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.url = self.wait_for(r"at (http://127\.0\.0\.1:\d+)/v1")
 
