@@ -261,7 +261,7 @@ async def test_turns_of_a_rollout_do_not_share_their_random_numbers(desk: Taskse
 
     async def generate(prompt: tuple[int, ...], sampling: Sampling, *, session_id: str) -> Completion:
         seeds.append(sampling.seed)
-        return complete("order(id=F50)" if len(seeds) < 3 else "done", renderer, sampling)
+        return complete(f"order(id=F5{len(seeds)})" if len(seeds) < 3 else "done", renderer, sampling)
 
     task = desk.tasks("train", 1)[0]
     await run_rollout(task, desk, generate, renderer, SAMPLING, rollout_id="r", group_id="g")

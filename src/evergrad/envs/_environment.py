@@ -18,12 +18,12 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from evergrad.config import Config
 from evergrad.envs._calls import type_name
-from evergrad.types import EvergradError, Limits, Message, Task, ToolSpec
+from evergrad.types import InputError, Limits, Message, Task, ToolSpec
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 
-class EnvError(EvergradError):
+class EnvError(InputError):
     """An environment that cannot be used: not found, raises at import, or does not follow the protocol."""
 
 
@@ -170,6 +170,11 @@ class Environment:
 
     async def close(self) -> None:
         """Runs after the rollout, however it ended."""
+
+    def lost(self) -> bool:
+        """Whether nothing the model may still do can earn a reward; asked after each tool call. Ends the rollout there, which
+        saves the tokens of what could only fail; the rewards are asked as always."""
+        return False
 
     def demonstrate(self) -> Sequence[str] | None:
         """The replies of a perfect agent, in order, or ``None`` where nobody knows them. Warm starts and checks use it."""

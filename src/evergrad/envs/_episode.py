@@ -72,7 +72,7 @@ class Episode:
             raise EnvironmentFault(f"setup {_describe(error)}") from error
 
     async def reply(self, text: str) -> Message | None:
-        """Takes what the model said; the tool's answer, or ``None`` when the text was the final answer.
+        """Takes what the model said; the tool's answer, or ``None`` when the text was the final answer or all is lost.
 
         Raises:
             EnvironmentFault: the tool raised or ran out of time.
@@ -87,7 +87,7 @@ class Episode:
             arguments, result = self._arguments(self._tools[name], parsed)
             result = result or await self._run(self._tools[name], arguments)
         self.environment.calls.append(ToolCall(text.strip(), name, arguments, result))
-        return Message("tool", result)
+        return None if self._lost() else Message("tool", result)
 
     async def score(self) -> Score:
         """Runs all rewards on the final answer. Raises VerifierFault."""
@@ -113,6 +113,12 @@ class Episode:
         except _CAUGHT as error:
             return f"close {_describe(error)}"
         return ""
+
+    def _lost(self) -> bool:
+        try:
+            return self.environment.lost()
+        except _CAUGHT as error:
+            raise EnvironmentFault(f"lost {_describe(error)}") from error
 
     def _refuse(self, parsed: Call | Malformed) -> str:
         tool = self._tools.get(parsed.name)

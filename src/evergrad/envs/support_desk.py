@@ -20,8 +20,11 @@ from evergrad.types import Limits
 
 Case = Literal["status", "refund", "cancel", "decline"]
 
-SHARES: Mapping[Case, float] = {"status": 0.25, "refund": 0.35, "cancel": 0.15, "decline": 0.25}
-"""How often each case comes up."""
+SHARES: Mapping[str, Mapping[Case, float]] = {
+    "easy": {"status": 0.25, "refund": 0.35, "cancel": 0.15, "decline": 0.25},
+    "hard": {"status": 0.08, "refund": 0.42, "cancel": 0.20, "decline": 0.30},
+}
+"""How often each case comes up. Who only asks where an order is has mostly copied its number; who wants money back has not."""
 
 WRONG_FORMS: tuple[Callable[[str, str], str], ...] = (
     lambda letter, digits: f"{digits}{letter}",
@@ -94,16 +97,18 @@ class SupportDesk(Environment):
     async def resolved(self, answer: str) -> float:
         """1 when the order was looked up, the shop is as it should be, the answer says the fact and no other number, "sorry"
         stands in it exactly when declining, and no call was made twice."""
-        made = [(each.name, tuple(sorted(each.arguments.items())) or each.text) for each in self.calls]
-        repeated = len(set(made)) < len(made)
         declined = self.facts["case"] == "decline"
         return float(
             self.facts["id"] in self.looked_up  # a lucky cancellation is no help
             and self.changes == self.facts["changes"]
             and _says(answer, self.facts["answer"])
             and ("sorry" in answer.lower()) == declined
-            and not repeated
+            and not self._repeated()
         )
+
+    def lost(self) -> bool:
+        """A change that was not asked for cannot be undone, and a call made twice scores 0 whatever follows."""
+        return self._repeated() or self.changes != self.facts["changes"][: len(self.changes)]
 
     def demonstrate(self) -> list[str]:
         """As the customer writes the id first, then as the shop does; then what the lookup calls for."""
@@ -119,6 +124,10 @@ class SupportDesk(Environment):
             arguments.update({"code": facts["code"]} if v2 else {})
             replies.append(format_call(name, arguments))
         return [*replies, facts["sentence"]]
+
+    def _repeated(self) -> bool:
+        made = [(each.name, tuple(sorted(each.arguments.items())) or each.text) for each in self.calls]
+        return len(set(made)) < len(made)
 
     def _look_up(self, name: str, key: str, order_id: str) -> str:
         state: str | None = self.facts["orders"].get(order_id)
@@ -154,11 +163,12 @@ def _says(answer: str, fact: str) -> bool:
 
 def _draw(rng: Random, difficulty: str) -> TaskRow:
     """One case. Every number is drawn whatever the case and difficulty, so that both leave ``rng`` in a like state."""
-    case = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
+    hard = rng.random() < 0.5 if difficulty == "all" else difficulty == "hard"
+    shares = SHARES["hard" if hard else "easy"]
+    case = rng.choices(list(shares), weights=list(shares.values()))[0]
     order_id, *other_ids = rng.sample(_ORDER_IDS, 3)
     date, other_date = _date(rng), _date(rng)
     paid, ref, code = rng.randint(11, 99), rng.randint(100, 999), str(rng.randint(100, 999))
-    hard = rng.random() < 0.5 if difficulty == "all" else difficulty == "hard"
     wrong_form = rng.choice(WRONG_FORMS)
     said = wrong_form(order_id[0], order_id[1:]) if hard else order_id
     state, sentence, answer, changes = _outcome(case, order_id, date, paid, ref)

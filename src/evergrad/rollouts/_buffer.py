@@ -21,7 +21,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 from evergrad.rollouts._samples import CutSamples, cut_samples, trainable
 from evergrad.rollouts.advantages import estimate
@@ -347,6 +347,12 @@ def _kind(fault: str) -> str:
     return fault[:80]
 
 
+def _standard_error(taken: list[tuple[RolloutGroup, CutSamples]]) -> float:
+    """Of the mean reward over groups: rollouts of one task are not independent, tasks are. Infinite for a single group."""
+    means = [fmean(float(each.reward or 0.0) for each in members) for group, _ in taken if (members := trainable(group))]
+    return stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("inf")
+
+
 def _metrics(taken: list[tuple[RolloutGroup, CutSamples]], policy_version: int) -> dict[str, float]:
     """Figures of the data in one batch; each can be recomputed from the rollouts' records."""
     everything = [rollout for group, _ in taken for rollout in group.rollouts]
@@ -361,6 +367,7 @@ def _metrics(taken: list[tuple[RolloutGroup, CutSamples]], policy_version: int) 
         "informative_groups": sum(any(any(sample.advantages) for sample in cut.samples) for _, cut in taken),
         "rollouts": len(everything),
         "reward_mean": fmean(rewards) if rewards else 0.0,
+        "reward_se": _standard_error(taken),
         "success_mean": fmean(rollout.success for rollout in rollouts) if rollouts else 0.0,
         "turns_mean": len(turns) / len(rollouts) if rollouts else 0.0,
         "sampled_tokens": sampled,

@@ -1,0 +1,83 @@
+"""Settings of the trainer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from evergrad.config import Config
+from evergrad.training.losses import Loss, build_loss
+from evergrad.types import EvergradError
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class TrainerError(EvergradError):
+    """Training that did not happen, and why; the weights are as they were."""
+
+
+class LoraConfig(Config):
+    """Low-rank updates of linear layers: ``W + alpha/rank · B A`` (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    targets: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
+    """Last parts of the names of the linear layers to adapt."""
+
+
+class OptimizerConfig(Config):
+    """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101) with a constant learning rate unless a step gives its own."""
+
+    lr: float = Field(default=4e-4, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
+
+
+class LossConfig(Config):
+    """Which loss, and its options.
+
+    >>> LossConfig(name="policy_gradient", options={"ratio_cap": 3.0}).build().ratio_cap
+    3.0
+    """
+
+    name: str = "policy_gradient"
+    """A line of ``training/losses``: ``policy_gradient`` or ``cross_entropy``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The loss's own fields."""
+
+    @model_validator(mode="after")
+    def _known(self) -> LossConfig:
+        self.build()
+        return self
+
+    def build(self) -> Loss:
+        """The loss itself.
+
+        Raises:
+            ValueError: no such loss or option; names the nearest.
+        """
+        return build_loss(self.name, self.options)
+
+
+class TrainerConfig(Config):
+    """What is trained, how, and with how much of the machine."""
+
+    model: str
+    """A local Hugging Face folder with a causal language model."""
+    method: Literal["lora", "full"] = "lora"
+    lora: LoraConfig = LoraConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(default=1024, ge=1)
+    """Distinct tokens computed at once; bounds memory, changes no gradient."""
+    seed: int = 0
+    """Of the first LoRA weights."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; torch's choice when absent."""
+    device: str = "auto"
+    """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Of the frozen base; what is trained, and its optimizer state, is never narrower than float32."""

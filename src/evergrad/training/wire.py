@@ -1,0 +1,89 @@
+"""The trainer's requests as JSON: strict about keys, one to one with the nouns in ``types``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import Field
+
+from evergrad.config import Config
+from evergrad.training.config import LossConfig
+from evergrad.types import TrainingBatch, TrainingSample
+
+
+class SampleBody(Config):
+    """A ``TrainingSample``."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+    min_policy_version: int
+    max_policy_version: int
+    temperature: float = 1.0
+    rollout_id: str = ""
+
+
+class BatchBody(Config):
+    """A ``TrainingBatch``."""
+
+    samples: tuple[SampleBody, ...]
+    num_valid_tokens: int
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+    def noun(self) -> TrainingBatch:
+        samples = tuple(TrainingSample(**dict(sample)) for sample in self.samples)
+        return TrainingBatch(samples, self.num_valid_tokens, self.metrics)
+
+
+class StepBody(Config):
+    """``POST /step``."""
+
+    batch: BatchBody
+    loss: LossConfig = LossConfig()
+    lr: float | None = Field(default=None, ge=0)
+
+
+class PublishBody(Config):
+    """``POST /publish``."""
+
+    policy_version: int = Field(ge=0)
+
+
+class FolderBody(Config):
+    """``POST /save``, ``/load`` and ``/export``."""
+
+    folder: str = Field(min_length=1)
+
+
+class LogprobsBody(Config):
+    """``POST /logprobs``."""
+
+    token_ids: tuple[int, ...] = Field(min_length=2)
+    temperature: float = Field(default=1.0, gt=0)
+
+
+class ResetBody(Config):
+    """``POST /reset``."""
+
+    weights_uri: str | None = None
+
+
+def batch_json(batch: TrainingBatch) -> dict[str, Any]:
+    """What :class:`BatchBody` reads."""
+    return {
+        "samples": [asdict(sample) for sample in batch.samples],
+        "num_valid_tokens": batch.num_valid_tokens,
+        "metrics": dict(batch.metrics),
+    }
+
+
+def finite_json(value: Any) -> Any:
+    """The same with NaN and infinities as null, which strict JSON has no word for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    return [finite_json(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,55 @@
+"""Moves named tensors with a policy version from one process to another.
+
+Two transports share one vocabulary. Between processes of one machine, a :class:`SlotPublisher` owns two slots of shared
+memory and a :class:`SlotReceiver` maps them: new weights are written to the slot nobody reads, proved by checksum, and
+become live when the receiver commits. Between machines or days, a folder in Hugging Face layout appears whole, by a rename,
+or not at all. The room knows tensors by name and never sees a model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from evergrad.transfer.layout import Layout, Manifest, TensorSpec, TransferError
+
+if TYPE_CHECKING:
+    from evergrad.transfer.adapters import NamedTensors, load_adapter, merge_lora, merged_tensors
+    from evergrad.transfer.files import load_tensors, save_tensors, whole_folder
+    from evergrad.transfer.slots import SlotPublisher, SlotReceiver
+
+__all__ = [
+    "Layout",
+    "Manifest",
+    "NamedTensors",
+    "SlotPublisher",
+    "SlotReceiver",
+    "TensorSpec",
+    "TransferError",
+    "load_adapter",
+    "load_tensors",
+    "merge_lora",
+    "merged_tensors",
+    "save_tensors",
+    "whole_folder",
+]
+
+_HOMES = {
+    "NamedTensors": "adapters",
+    "SlotPublisher": "slots",
+    "SlotReceiver": "slots",
+    "load_adapter": "adapters",
+    "load_tensors": "files",
+    "merge_lora": "adapters",
+    "merged_tensors": "adapters",
+    "save_tensors": "files",
+    "whole_folder": "files",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The parts that need torch load on first use, so that clients of a trainer or engine stay light.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'evergrad.transfer' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f"evergrad.transfer.{_HOMES[name]}"), name)

@@ -1,0 +1,105 @@
+"""Prefix forests: every sample is a path, every path is computed once, and the block cut covers the ancestor relation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import make_sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evergrad.training import attention
+from evergrad.training.forest import Forest, TrainedTokens, plant
+from evergrad.types import TrainingSample
+
+
+@st.composite
+def trained(draw: st.DrawFn) -> list[TrainedTokens]:
+    """Samples over three tokens, so that beginnings, whole samples and forks coincide all the time."""
+    items = []
+    for number in range(draw(st.integers(1, 8))):
+        token_ids = draw(st.lists(st.integers(0, 2), min_size=2, max_size=12))
+        positions = draw(st.sets(st.integers(1, len(token_ids) - 1), min_size=1))
+        logprobs = tuple(-float(100 * number + position) for position in range(len(token_ids)))
+        temperature = draw(st.sampled_from([0.5, 1.0]))
+        sample = TrainingSample(tuple(token_ids), (0,) * len(token_ids), logprobs, logprobs, 0, 0, temperature)
+        items.append(TrainedTokens(sample, np.array(sorted(positions))))
+    return items
+
+
+def path_to(forest: Forest, node: int) -> tuple[int, ...]:
+    """Tokens from the root to ``node``, found by the ancestor rule alone."""
+    nodes = [other for other in range(node + 1) if other <= node < forest.ends[other]]
+    assert [int(forest.depths[other]) for other in nodes] == list(range(len(nodes)))
+    return tuple(int(forest.token_ids[other]) for other in nodes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trained(), st.integers(1, 30))
+def test_every_token_is_predicted_from_its_own_context_and_every_context_is_there_once(
+    items: list[TrainedTokens], size: int
+) -> None:
+    forests = plant(items, size)
+    expected = sorted(
+        (item.sample.token_ids[:p], item.sample.token_ids[p], item.sample.temperature, item.sample.logprobs[p])
+        for item in items
+        for p in item.positions.tolist()
+    )
+    found = []
+    for forest in forests:
+        contexts = [path_to(forest, node) for node in range(forest.num_nodes)]
+        assert len(set(contexts)) == len(contexts)
+        pairs = list(zip(forest.rows.tolist(), forest.targets.tolist(), forest.temperatures.tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs)
+        for pair, logprob, advantage in zip(forest.pair_of_token, forest.behaviour_logprobs, forest.advantages, strict=True):
+            row, target, temperature = pairs[pair]
+            found.append((contexts[row], target, temperature, logprob))
+            assert advantage == logprob
+    assert sorted(found) == expected
+    if len(forests) == 1:
+        needed = {item.sample.token_ids[:end] for item in items for end in range(1, int(item.positions[-1]) + 1)}
+        assert forests[0].num_nodes == len(needed)
+    assert all(forest.num_nodes <= max(size, 11) for forest in forests)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trained(), st.integers(1, 5), st.sampled_from([None, 1, 3]))
+def test_the_block_cut_is_the_ancestor_relation(items: list[TrainedTokens], max_queries: int, window: int | None) -> None:
+    import torch
+
+    (forest,) = plant(items, 10**6)
+    before, attention._MAX_QUERIES = attention._MAX_QUERIES, max_queries
+    try:
+        plan = attention.AttentionPlan.of(forest, torch.device("cpu"), window)
+    finally:
+        attention._MAX_QUERIES = before
+    assert [block.start for block in plan.blocks] == [0, *[block.stop for block in plan.blocks[:-1]]]
+    assert plan.blocks[-1].stop == forest.num_nodes
+    for block in plan.blocks:
+        assert block.stop - block.start <= max_queries
+        keys = [node for start, stop in block.keys for node in range(start, stop)]
+        assert len(set(keys)) == len(keys)
+        for row, query in enumerate(range(block.start, block.stop)):
+            seen = {key for column, key in enumerate(keys) if not block.hidden[row, column]}
+            ancestors = {node for node in range(query + 1) if query < forest.ends[node]}
+            if window is not None:
+                ancestors = {node for node in ancestors if forest.depths[query] - forest.depths[node] < window}
+            assert seen == ancestors
+
+
+def test_a_group_costs_its_distinct_tokens() -> None:
+    samples = [make_sample([1, 2, 3], [4, 5, 6, last, 9]) for last in (7, 7, 8)]
+    items = [TrainedTokens(sample, np.arange(3, 8)) for sample in samples]
+    (forest,) = plant(items, 1000)
+    # Six tokens for all, one more where they differ; the last token of each is predicted, not computed.
+    assert forest.num_nodes == 8
+    assert len(forest.targets) == 3 + 2 + 2
+    assert len(forest.pair_of_token) == 15
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_cut_does_not_depend_on_the_order_of_samples(order: int) -> None:
+    samples = [make_sample([1, 2], [number % 3, number % 5, 4]) for number in range(9)]
+    items = [TrainedTokens(sample, np.arange(2, 5)) for sample in samples][::order]
+    cut = plant(items, 7)
+    assert [forest.token_ids.tolist() for forest in cut] == [forest.token_ids.tolist() for forest in plant(items[::-1], 7)]
