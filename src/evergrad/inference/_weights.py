@@ -1,0 +1,120 @@
+"""New weights for a running engine: received or read and proved beside it, made live between two steps, or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from evergrad.inference._loop import StepLoop
+from evergrad.inference.config import EngineError
+from evergrad.transfer import Manifest, SlotReceiver, load_tensors, merged_tensors
+
+
+class WeightUpdates:
+    """One update at a time. Each either ends with the new version live, or raises and leaves the old one as it was.
+
+    The methods block; call them outside of the event loop and of the engine's thread.
+    """
+
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop = loop
+        self._one_at_a_time = threading.Lock()
+        self._receiver: SlotReceiver | None = None
+        self._stale: SlotReceiver | None = None
+
+    def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
+        """Maps a publisher's slots. The one that was attached before is let go, unless its slot is being served from.
+
+        Raises:
+            TransferError: the descriptor does not lead to a publisher's slots.
+        """
+        with self._one_at_a_time:
+            receiver = SlotReceiver(descriptor)
+            # The receiver before keeps its lock while its tensors may be live; the next update replaces them.
+            self._stale, self._receiver = self._receiver, receiver
+            return {"tensors": len(receiver.layout.tensors), "layout_hash": receiver.layout.hash}
+
+    def update(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the version that ``manifest`` names from the attached publisher.
+
+        Raises:
+            EngineError, TransferError: nothing attached, another layout, a checksum or a tensor that does not fit.
+        """
+        with self._one_at_a_time:
+            started = time.perf_counter()
+            receiver = self._receiver
+            if receiver is None:
+                raise EngineError("no publisher is attached", hint="POST /admin/weights/attach its descriptor first")
+            sealed = Manifest.from_dict(manifest)
+            receiver.prepare(sealed)
+            try:
+                receiver.verify()
+                self._loop.engine.stage_weights(receiver.tensors())
+                pause_s = self._commit(sealed.policy_version)
+            except BaseException:
+                receiver.abort()
+                raise
+            receiver.commit()
+            self._close_stale()
+            return _report(sealed.policy_version, pause_s, started)
+
+    def load(self, weights_uri: str, policy_version: int, on_commit: Callable[[], None]) -> dict[str, Any]:
+        """Reads whole weights, or an adapter over the engine's base, from a folder.
+
+        Args:
+            on_commit: Called between the same two steps.
+
+        Raises:
+            EngineError, TransferError: not a local folder, a damaged file, or tensors that do not fit.
+        """
+        with self._one_at_a_time:
+            started = time.perf_counter()
+            folder, engine = _local_folder(weights_uri), self._loop.engine
+            if folder.resolve() == Path(engine.config.model).resolve():
+                engine.stage_base()
+            elif (folder / "adapter_config.json").is_file():
+                engine.stage_weights(dict(merged_tensors(engine.model.base, folder)))
+            else:
+                engine.stage_weights(load_tensors(folder), whole=True)
+            pause_s = self._commit(policy_version, on_commit)
+            self._close_stale()
+            return _report(policy_version, pause_s, started)
+
+    def close(self) -> None:
+        for receiver in (self._receiver, self._stale):
+            if receiver is not None:
+                receiver.close()
+        self._receiver = self._stale = None
+
+    def _commit(self, policy_version: int, on_commit: Callable[[], None] | None = None) -> float:
+        def commit() -> float:
+            started = time.perf_counter()
+            self._loop.engine.commit(policy_version)
+            if on_commit is not None:
+                on_commit()
+            return time.perf_counter() - started
+
+        return self._loop.call(commit).result()
+
+    def _close_stale(self) -> None:
+        if self._stale is not None:
+            self._stale.close()
+            self._stale = None
+
+
+def _report(policy_version: int, pause_s: float, started: float) -> dict[str, Any]:
+    return {"policy_version": policy_version, "pause_s": pause_s, "seconds": time.perf_counter() - started}
+
+
+def _local_folder(uri: str) -> Path:
+    parsed = urlparse(uri)
+    if parsed.scheme not in ("", "file"):
+        raise EngineError(f"weights at '{parsed.scheme}://' cannot be read", where=uri, hint="give a local folder")
+    folder = Path(unquote(parsed.path) if parsed.scheme else uri)
+    if not folder.is_dir():
+        raise EngineError("no such folder", where=uri)
+    return folder

@@ -1,0 +1,369 @@
+"""The engine: requests in, one step at a time, drawn tokens out. No threads, no sockets, no clock.
+
+The walk of one request::
+
+    submit ── Scheduler.enqueue (equal requests share a row) ──▶ step: Scheduler.next_step (blocks, prefix cache)
+    ──▶ plan_step, Model.forward ──▶ Draws.draw (per sample, by seed) ──▶ fork where samples part ──▶ Event
+
+Between two steps weights may change (:meth:`Engine.commit`): rows go on, their later tokens carry the new version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evergrad.inference._attention import chunks_positions, plan_step
+from evergrad.inference._blocks import BlockPool
+from evergrad.inference._drafts import CONTEXT, Drafter
+from evergrad.inference._model import Model
+from evergrad.inference._rows import Distribution, Row, Sample
+from evergrad.inference._sampling import Draws
+from evergrad.inference._schedule import Chunk, Scheduler
+from evergrad.inference.config import EngineConfig, EngineError
+from evergrad.types import FinishReason, PolicySpan, Sampling
+
+
+class RequestError(EngineError):
+    """A request that can never be served as it is."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``n`` completions of one prompt.
+
+    Completion 0 draws by ``sampling.seed`` itself, the others by seeds derived from it, so that they differ.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    session_id: str | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step, or an abort, did to one completion."""
+
+    request_id: str
+    index: int
+    token_id: int | None
+    """None only when a completion ends without a further token: aborted or failed."""
+    logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    policy_spans: tuple[PolicySpan, ...] = ()
+    """Of the whole completion; only on its last event."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed for it; only on its last event."""
+    error: str | None = None
+    """Why it failed: the model gave no usable distribution."""
+
+
+class Engine:
+    """Continuous batching over a paged cache.
+
+    >>> engine = Engine(EngineConfig(model="models/tiny"))  # doctest: +SKIP
+    >>> engine.submit(Request("a", (1, 2, 3), Sampling(max_tokens=4)))  # doctest: +SKIP
+    >>> events = [event for _ in range(4) for event in engine.step()]  # doctest: +SKIP
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """
+        Raises:
+            EngineError: the folder holds no model that can be served, or the device cannot be used.
+        """
+        self.config = config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.model = Model(config)
+        self.policy_version = config.policy_version
+        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size)
+        self._drafter = Drafter(config.draft_tokens)
+        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, self.model.max_len)
+        self._owners: dict[str, dict[int, Row]] = {}
+        self._arrivals = 0
+        self._session_requests: dict[str, int] = {}
+        self._staged: dict[str, torch.Tensor] | None = None
+        self.num_steps = self.num_drawn = self.num_computed = 0
+        self.num_drafted = self.num_accepted = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Rows, not requests."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows, not requests."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    def submit(self, request: Request) -> None:
+        """Puts a request in the queue.
+
+        Raises:
+            RequestError: an empty or over-long prompt, a token outside of the vocabulary, or an id that is in use.
+        """
+        self._check(request)
+        self._arrivals += 1
+        session = request.session_id
+        group = (1, "", self._arrivals)
+        if session is not None and session in self._session_requests:
+            # Within a session requests come one after another, so place and seed do not depend on when others arrived.
+            self._session_requests[session] += 1
+            group = (0, session, self._session_requests[session])
+        seed = request.sampling.seed
+        if seed is None:
+            seed = _derived_seed(self.config.seed, *group)
+        samples = [
+            Sample(
+                request.request_id, index, request.sampling, seed if index == 0 else _derived_seed(seed, index), (*group, index)
+            )
+            for index in range(request.n)
+        ]
+        if self.config.draft_tokens:
+            self._drafter.learn(request.token_ids, 0)
+        row = self._scheduler.enqueue(request.token_ids, Distribution.of(request.sampling), samples, samples[0].order)
+        self._owners[request.request_id] = dict.fromkeys(range(request.n), row)
+
+    def abort(self, request_id: str) -> list[Event]:
+        """Ends what is left of a request; what it has drawn so far stays valid. Unknown ids are ignored."""
+        events: list[Event] = []
+        for index, row in list(self._owners.get(request_id, {}).items()):
+            sample = next(one for one in row.samples if one.request_id == request_id and one.index == index)
+            sample.finish_reason = FinishReason.ABORT
+            events.append(_closing(sample))
+            self._leave(row, sample)
+        return events
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Computes one batch and draws the next token of every sample whose row is computed to its end."""
+        chunks = self._scheduler.next_step()
+        if not chunks:
+            if self._scheduler.waiting:
+                raise EngineError("requests wait, and none can be started")
+            return []
+        drawing = [chunk for chunk in chunks if chunk.draws]
+        logits = self._forward(chunks)
+        for chunk in chunks:
+            chunk.row.num_computed = chunk.end
+        self._pool.written()
+        self.num_steps += 1
+        return self._draw(drawing, logits) if drawing else []
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Log-probability of each token but the first, given those before it, at temperature 1.
+
+        Goes the way of a request (paged cache, live weights), but finds and leaves nothing in the prefix cache.
+
+        Raises:
+            RequestError: as :meth:`submit`.
+        """
+        self._check(Request("", token_ids, Sampling()), prompt_only=True)
+        size = self.config.block_size
+        row = Row(list(token_ids), len(token_ids), Distribution(1.0, 1.0, 0), [], (0, "", 0, 0))
+        num_blocks = -(-len(token_ids) // size)
+        self._scheduler.make_room(num_blocks)
+        row.add_blocks([self._pool.take() for _ in range(num_blocks)], size)
+        found: list[float] = []
+        try:
+            step = self.config.max_batch_tokens
+            for start in range(0, len(token_ids), step):
+                chunk = Chunk(row, start, min(len(token_ids), start + step))
+                logits = self._forward([chunk], every_token=True)
+                targets = torch.tensor(token_ids[start + 1 : chunk.end + 1], device=logits.device)
+                logprobs = torch.log_softmax(logits[: len(targets)].float(), dim=-1)
+                found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        finally:
+            self._pool.drop(row.blocks)
+        return found
+
+    def stage_weights(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> None:
+        """Checks new weights and keeps them for :meth:`commit`; on CPU, in the engine's dtype, they are not copied.
+
+        May run in another thread while steps go on.
+
+        Args:
+            whole: Every parameter must be there; else those that are not are the base's.
+
+        Raises:
+            EngineError: a name, shape or value that does not fit. What was staged before is dropped; what is live stays.
+        """
+        self._staged = None
+        self._staged = self.model.check(tensors, whole=whole)
+
+    def stage_base(self) -> None:
+        """Keeps the weights that the engine started from for :meth:`commit`."""
+        self._staged = {}
+
+    def commit(self, policy_version: int) -> None:
+        """Makes the staged weights live, between two steps. Nothing computed before is found by later prompts.
+
+        Raises:
+            EngineError: nothing is staged.
+        """
+        if self._staged is None:
+            raise EngineError("no weights are staged", hint="call stage_weights first")
+        self.model.bind(self._staged)
+        self._staged = None
+        self.policy_version = policy_version
+        # Guesses too: not a bit of what follows depends on what was asked under the old weights.
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what was computed and guessed; without running rows, the engine is then as it was at its start."""
+        self._scheduler.forget_prefixes()
+        self._drafter.forget()
+
+    def open_session(self, session_id: str) -> None:
+        """From here on the session's requests have their place in the queue, and seeds where they bring none, by the session's
+        name and by how many it made: whatever the order in which those of several sessions arrive."""
+        self._session_requests.setdefault(session_id, 0)
+
+    def close_session(self, session_id: str) -> None:
+        """Ends what :meth:`open_session` began; requests that run are not touched."""
+        self._session_requests.pop(session_id, None)
+
+    def _check(self, request: Request, prompt_only: bool = False) -> None:
+        count, limit = len(request.token_ids), self.model.max_len
+        if not count:
+            raise RequestError("the prompt is empty", where="token_ids")
+        if count + (not prompt_only) > limit:
+            raise RequestError(
+                f"the prompt has {count} tokens, and prompt and completion may have {limit} together", where="token_ids"
+            )
+        odd = next((one for one in request.token_ids if not 0 <= one < self.model.vocab_size), None)
+        if odd is not None:
+            raise RequestError(f"token {odd} is outside of the vocabulary of {self.model.vocab_size}", where="token_ids")
+        if request.request_id in self._owners:
+            raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
+
+    def _forward(self, chunks: list[Chunk], every_token: bool = False) -> torch.Tensor:
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        if every_token:
+            wanted = list(range(len(token_ids)))
+        else:
+            wanted, at = [], 0
+            for chunk in chunks:
+                at += chunk.stop - chunk.start
+                if chunk.draws:
+                    wanted.extend(range(at - 1 - len(chunk.draft), at))
+        plan = plan_step(chunks, self.model.device, self.model.has_windows)
+        self.num_computed += len(token_ids)
+        return self.model.forward(token_ids, chunks_positions(chunks), wanted, plan)
+
+    def _draw(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
+        """Draws for every sample at every position of its row's draft, then keeps what it would have drawn step by step."""
+        positions = [(chunk, ahead) for chunk in chunks for ahead in range(len(chunk.draft) + 1)]
+        draws = Draws(logits, [chunk.row.distribution for chunk, _ in positions])
+        unusable = {chunk for place, (chunk, _) in enumerate(positions) if not draws.usable[place]}
+        places = [place for place, (chunk, _) in enumerate(positions) if chunk not in unusable]
+        asks = [(place, sample) for place in places for sample in positions[place][0].row.samples]
+        wanted = [place for place, _ in asks]
+        tokens = draws.draw(wanted, [sample.uniform(positions[place][1]) for place, sample in asks])
+        logprobs = draws.logprobs(wanted, tokens)
+        drawn: dict[int, list[tuple[int, float]]] = {}
+        for (_, sample), token, logprob in zip(asks, tokens, logprobs, strict=True):
+            drawn.setdefault(id(sample), []).append((token, logprob))
+        events: list[Event] = []
+        for chunk in chunks:
+            events += self._fail(chunk.row) if chunk in unusable else self._take(chunk, drawn)
+        return events
+
+    def _fail(self, row: Row) -> list[Event]:
+        events: list[Event] = []
+        for sample in list(row.samples):
+            sample.finish_reason = FinishReason.ABORT
+            events.append(_closing(sample, error="the model gave values that are not finite"))
+            self._leave(row, sample)
+        return events
+
+    def _take(self, chunk: Chunk, drawn: Mapping[int, Sequence[tuple[int, float]]]) -> list[Event]:
+        """Gives each sample of a row what it drew, up to where it leaves the draft; parts those that left it differently."""
+        row, events = chunk.row, list[Event]()
+        parted: dict[tuple[int, ...], list[Sample]] = {}
+        for sample in row.samples:
+            taken: tuple[int, ...] = ()
+            for token, logprob in drawn[id(sample)]:
+                room = self.model.max_len - len(row.tokens) - len(taken) - 1
+                sample.add(token, logprob, self.policy_version, room)
+                events.append(_progress(sample))
+                taken = (*taken, token)
+                if sample.finish_reason is not None or taken != chunk.draft[: len(taken)]:
+                    break
+            self.num_drawn += len(taken)
+            if chunk.guess is not None:
+                self._drafter.outcome(chunk.guess, taken[0] == chunk.guess.tokens[0])
+            parted.setdefault(taken, []).append(sample)
+        self._part(row, chunk, parted)
+        return events
+
+    def _part(self, row: Row, chunk: Chunk, parted: Mapping[tuple[int, ...], list[Sample]]) -> None:
+        """Splits a row by the tokens its samples took: those that took most keep it, each other group gets a copy."""
+        base = chunk.end
+        going = {taken: [one for one in samples if one.finish_reason is None] for taken, samples in parted.items()}
+        longest = max(parted, key=len)
+        kept = max((taken for taken in parted if going[taken]), key=len, default=longest)
+        # In reverse, since each copy is put right behind the row.
+        for taken, samples in reversed(going.items()):
+            if samples and taken != kept:
+                child = self._scheduler.fork(row, taken, base + len(taken) - 1)
+                child.samples = samples
+                for sample in samples:
+                    self._owners[sample.request_id][sample.index] = child
+                    row.samples.remove(sample)
+        self.num_drafted += len(chunk.draft)
+        self.num_accepted += len(longest) - 1
+        for taken in parted if self.config.draft_tokens else ():
+            # With the tokens before them, which are the context of the first ones.
+            self._drafter.learn([*row.tokens[-CONTEXT:], *taken], min(base, CONTEXT))
+        row.extend(kept)
+        row.num_computed = base + len(kept) - 1
+        for sample in [one for one in row.samples if one.finish_reason is not None]:
+            self._leave(row, sample)
+
+    def _leave(self, row: Row, sample: Sample) -> None:
+        row.samples.remove(sample)
+        owner = self._owners[sample.request_id]
+        del owner[sample.index]
+        if not owner:
+            del self._owners[sample.request_id]
+        if not row.samples:
+            self._scheduler.remove(row)
+
+    def _copy_block(self, source: int, target: int, count: int) -> None:
+        size = self.config.block_size
+        self.model.cache.copy_tokens(source * size, target * size, count)
+
+
+def _derived_seed(seed: int, *path: object) -> int:
+    text = ":".join(map(str, (seed, *path))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def _progress(sample: Sample) -> Event:
+    token_id, logprob = sample.token_ids[-1], sample.logprobs[-1]
+    if sample.finish_reason is None:
+        return Event(sample.request_id, sample.index, token_id, logprob)
+    return Event(
+        sample.request_id, sample.index, token_id, logprob, sample.finish_reason, tuple(sample.spans), sample.cached_tokens
+    )
+
+
+def _closing(sample: Sample, error: str | None = None) -> Event:
+    return Event(
+        sample.request_id, sample.index, None, 0.0, sample.finish_reason, tuple(sample.spans), sample.cached_tokens, error
+    )

@@ -1,0 +1,500 @@
+"""The engine's HTTP server: generation and chat for everyone on the machine, administration for who has the token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from evergrad.config import ConfigError, nearest
+from evergrad.inference import _wire as wire
+from evergrad.inference._chat import ChatFormat, TextStream
+from evergrad.inference._loop import StepLoop
+from evergrad.inference._weights import WeightUpdates
+from evergrad.inference.config import EngineError
+from evergrad.inference.engine import Engine, Event, RequestError
+from evergrad.inference.engine import Request as EngineRequest
+from evergrad.transfer import TransferError
+from evergrad.types import EvergradError, FinishReason, Sampling
+
+
+class HttpError(Exception):
+    """An answer that is an error, in the shape that OpenAI's clients read."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def response(self) -> JSONResponse:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return JSONResponse({"error": body}, status_code=self.status)
+
+
+@dataclass
+class _Answer:
+    """One completion as its events come in."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    last: Event | None = None
+
+    def add(self, event: Event) -> None:
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+            self.logprobs.append(event.logprob)
+        if event.finish_reason is not None:
+            self.last = event
+
+
+class EngineServer:
+    """An engine, the thread that steps it, and the routes to both.
+
+    Args:
+        token: What admin routes demand as a bearer; None closes them.
+        on_ready: Called once, when requests are answered.
+    """
+
+    def __init__(self, engine: Engine, token: str | None, on_ready: Callable[[], None] = lambda: None) -> None:
+        self.engine = engine
+        self.chat = ChatFormat(Path(engine.config.model), engine.model.eos_token_ids)
+        self.served_names: tuple[str, ...] = tuple(dict.fromkeys((*engine.config.served_names, Path(engine.config.model).name)))
+        self._token, self._on_ready = token, on_ready
+        self._queues: dict[str, asyncio.Queue[Event | Exception]] = {}
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._steps = StepLoop(engine, self._deliver, self._bury)
+        self._weights = WeightUpdates(self._steps)
+        self._started = int(time.time())
+        self.app = self._build_app()
+
+    def _build_app(self) -> FastAPI:
+        app = FastAPI(title="Evergrad engine", lifespan=self._lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+        app.exception_handler(HttpError)(self._on_http_error)
+        app.exception_handler(EvergradError)(self._on_evergrad_error)
+        app.exception_handler(404)(self._on_not_found)
+        app.exception_handler(405)(self._on_not_found)
+        app.post("/inference/v1/generate")(self._generate)
+        app.post("/v1/chat/completions")(self._chat_completions)
+        app.get("/v1/models")(self._models)
+        app.get("/health")(self._health)
+        app.get("/metrics")(self._metrics)
+        for path, handler in {
+            "weights/attach": self._attach,
+            "weights/update": self._update,
+            "weights/load": self._load,
+            "logprobs": self._logprobs,
+            "served_names": self._set_served_names,
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "sessions/open": self._open_sessions,
+            "sessions/close": self._close_sessions,
+        }.items():
+            app.post(f"/admin/{path}")(self._guarded(handler))
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self._event_loop = asyncio.get_running_loop()
+        self._steps.start()
+        self._on_ready()
+        yield
+        await asyncio.to_thread(self._steps.stop)
+        self._weights.close()
+
+    # ---- generation
+
+    async def _generate(self, request: Request) -> Response:
+        body = wire.parse_body(wire.GenerateBody, await _json(request))
+        if body.model is not None:
+            self._check_model(body.model)
+        params = body.sampling_params
+        answers = await self._complete(request, body.token_ids, params.sampling(), params.n, body.session_id)
+        choices = [
+            {
+                "index": index,
+                "token_ids": answer.token_ids,
+                "logprobs": {
+                    "content": [
+                        {"token_id": token, "logprob": logprob}
+                        for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
+                    ]
+                },
+                "finish_reason": _last(answer).finish_reason,
+                "weight_versions": [
+                    {"version": span.policy_version, "start": span.start, "end": span.end}
+                    for span in _last(answer).policy_spans
+                ],
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return JSONResponse({"id": _new_id("gen"), "choices": choices, "usage": _usage(body.token_ids, answers)})
+
+    async def _complete(
+        self, request: Request, token_ids: tuple[int, ...], sampling: Sampling, n: int, session_id: str | None
+    ) -> list[_Answer]:
+        """All completions of one request; aborted in the engine when the client goes away."""
+        answers = [_Answer() for _ in range(n)]
+
+        async def collect() -> None:
+            async for event in self._events(token_ids, sampling, n, session_id):
+                answers[event.index].add(event)
+
+        work = asyncio.create_task(collect())
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise HttpError(499, "the client closed the connection", code="client_closed")
+            await work
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        return answers
+
+    async def _events(
+        self, token_ids: tuple[int, ...], sampling: Sampling, n: int, session_id: str | None
+    ) -> AsyncIterator[Event]:
+        """Events of one request until its last completion ends. Left early, it aborts the request."""
+        request = EngineRequest(uuid.uuid4().hex, token_ids, sampling, session_id, n)
+        queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        left = n
+        try:
+            await asyncio.wrap_future(self._steps.submit(request))
+            while left:
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise HttpError(503, f"the engine stopped: {event}", code="engine_dead")
+                if event.error is not None:
+                    raise HttpError(503, event.error, code="model_failed")
+                left -= event.finish_reason is not None
+                yield event
+        finally:
+            del self._queues[request.request_id]
+            if left:
+                # Not waited for: this may run while the task is being cancelled.
+                self._steps.abort(request.request_id)
+
+    def _deliver(self, events: list[Event]) -> None:
+        if self._event_loop is not None and not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: Iterable[Event]) -> None:
+        for event in events:
+            queue = self._queues.get(event.request_id)
+            if queue is not None:
+                queue.put_nowait(event)
+
+    def _bury(self, error: Exception) -> None:
+        def tell() -> None:
+            for queue in self._queues.values():
+                queue.put_nowait(error)
+
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(tell)
+
+    # ---- the OpenAI wire
+
+    async def _models(self) -> Response:
+        data = [
+            {"id": name, "object": "model", "created": self._started, "owned_by": "evergrad", "root": self.engine.config.model}
+            for name in self.served_names
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _chat_completions(self, request: Request) -> Response:
+        body = wire.parse_body(wire.ChatBody, await _json(request))
+        self._check_model(body.model)
+        token_ids = self.chat.prompt(body)
+        limit = body.max_completion_tokens or body.max_tokens or self.engine.model.max_len
+        sampling = Sampling(
+            body.temperature,
+            body.top_p,
+            max(0, body.top_k),
+            limit,
+            tuple(dict.fromkeys((*body.stop_token_ids, *self.chat.stop_token_ids))),
+            body.seed,
+        )
+        reply = _ChatReply(self.chat, body, len(token_ids))
+        events = self._events(token_ids, sampling, body.n, body.session_id)
+        # The first event tells whether the request is good at all; after it, a status can no longer be sent.
+        try:
+            first = await anext(events)
+        except BaseException:
+            await events.aclose()  # type: ignore[attr-defined]
+            raise
+        if body.stream:
+            return StreamingResponse(reply.stream(first, events), media_type="text/event-stream")
+        gone = asyncio.create_task(_disconnected(request))
+        work = asyncio.create_task(reply.collect(first, events))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise HttpError(499, "the client closed the connection", code="client_closed")
+            return JSONResponse(await work)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    def _check_model(self, name: str) -> None:
+        if name not in self.served_names:
+            raise HttpError(
+                404,
+                f"the model '{name}' is not served: {nearest(name, self.served_names)}",
+                code="model_not_found",
+                param="model",
+            )
+
+    # ---- health
+
+    async def _health(self) -> Response:
+        trouble = self._steps.trouble()
+        status = "ok" if trouble is None else "failing"
+        body = {"status": status, "reason": trouble, "policy_version": self.engine.policy_version}
+        return JSONResponse(body, status_code=200 if trouble is None else 503)
+
+    async def _metrics(self) -> Response:
+        engine = self.engine
+        lines = {
+            "evergrad_engine_steps_total": engine.num_steps,
+            "evergrad_engine_tokens_drawn_total": engine.num_drawn,
+            "evergrad_engine_tokens_computed_total": engine.num_computed,
+            "evergrad_engine_tokens_guessed_total": engine.num_drafted,
+            "evergrad_engine_guesses_kept_total": engine.num_accepted,
+            "evergrad_engine_preemptions_total": engine.num_preemptions,
+            "evergrad_engine_rows_running": engine.num_running,
+            "evergrad_engine_rows_waiting": engine.num_waiting,
+            "evergrad_engine_lockstep_misses_total": self._steps.lockstep.num_misses,
+            "evergrad_engine_policy_version": engine.policy_version,
+        }
+        return Response("".join(f"{name} {value}\n" for name, value in lines.items()), media_type="text/plain; version=0.0.4")
+
+    # ---- administration
+
+    def _guarded(self, handler: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("authorization", "")
+            if self._token is None:
+                raise HttpError(403, "administration is closed: the server was started without EVERGRAD_TOKEN", code="closed")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+                raise HttpError(401, "administration needs the bearer token in EVERGRAD_TOKEN", code="unauthorized")
+            body = await request.body()
+            return JSONResponse(await handler(_decode(body) if body else {}))
+
+        return guarded
+
+    async def _attach(self, data: Any) -> Any:
+        body = wire.parse_body(wire.AttachBody, data)
+        return await self._or_conflict(lambda: self._weights.attach(body.descriptor))
+
+    async def _update(self, data: Any) -> Any:
+        body = wire.parse_body(wire.UpdateBody, data)
+        return await self._or_conflict(lambda: self._weights.update(body.manifest))
+
+    async def _load(self, data: Any) -> Any:
+        body = wire.parse_body(wire.LoadBody, data)
+
+        def rename() -> None:
+            if body.served_names is not None:
+                self.served_names = body.served_names
+
+        return await self._or_conflict(lambda: self._weights.load(body.weights_uri, body.policy_version, rename))
+
+    async def _or_conflict(self, change: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return await asyncio.to_thread(change)
+        except Exception as error:
+            # Whatever went wrong, nothing was committed: the old version serves on, and the caller must know why.
+            version = self.engine.policy_version
+            raise HttpError(409, f"{error}. Version {version} is still served", code="update_refused") from error
+
+    async def _logprobs(self, data: Any) -> Any:
+        body = wire.parse_body(wire.TokensBody, data)
+
+        def probe() -> dict[str, Any]:
+            return {"logprobs": self.engine.logprobs(body.token_ids), "policy_version": self.engine.policy_version}
+
+        return await asyncio.wrap_future(self._steps.call(probe))
+
+    async def _set_served_names(self, data: Any) -> Any:
+        self.served_names = wire.parse_body(wire.NamesBody, data).names
+        return {"served_names": list(self.served_names)}
+
+    async def _reset_prefix_cache(self, data: Any) -> Any:
+        if data:
+            raise ConfigError("this route takes no body", where="request body")
+        await asyncio.wrap_future(self._steps.call(self.engine.reset_prefix_cache))
+        return {"policy_version": self.engine.policy_version}
+
+    async def _open_sessions(self, data: Any) -> Any:
+        body = wire.parse_body(wire.SessionsBody, data)
+        await asyncio.wrap_future(self._steps.open_sessions(body.ids))
+        return {"open": len(self._steps.lockstep)}
+
+    async def _close_sessions(self, data: Any) -> Any:
+        body = wire.parse_body(wire.SessionsBody, data)
+        await asyncio.wrap_future(self._steps.close_sessions(body.ids))
+        return {"open": len(self._steps.lockstep), "lockstep_misses": self._steps.lockstep.num_misses}
+
+    # ---- errors
+
+    async def _on_http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HttpError)
+        return error.response()
+
+    async def _on_evergrad_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, EvergradError)
+        if isinstance(error, (ConfigError, RequestError)):
+            return HttpError(400, str(error), code="invalid_request", param=error.where).response()
+        if self._steps.trouble() is not None:
+            return HttpError(503, str(error), code="engine_dead").response()
+        if isinstance(error, (EngineError, TransferError)):
+            return HttpError(400, str(error), code="refused", param=error.where).response()
+        return HttpError(500, str(error), code="internal").response()
+
+    async def _on_not_found(self, request: Request, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        return HttpError(status, f"there is no {request.method} {request.url.path}", code="not_found").response()
+
+
+class _ChatReply:
+    """Events of one request as an OpenAI chat completion, whole or as a stream."""
+
+    def __init__(self, chat: ChatFormat, body: wire.ChatBody, num_prompt_tokens: int) -> None:
+        self._chat, self._body = chat, body
+        self._num_prompt_tokens = num_prompt_tokens
+        self._id, self._created = _new_id("chatcmpl"), int(time.time())
+        self._answers = [_Answer() for _ in range(body.n)]
+        self._texts = [TextStream(chat, body.stop_texts()) for _ in range(body.n)]
+        self._done = [False] * body.n
+
+    async def collect(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
+        parts: list[list[str]] = [[] for _ in self._answers]
+        reasons: list[str | None] = [None] * len(parts)
+        async for index, text, reason, _ in self._pieces(first, events):
+            parts[index].append(text)
+            reasons[index] = reason or reasons[index]
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(parts[index]), "refusal": None},
+                "logprobs": self._logprobs(answer, 0) if self._body.logprobs else None,
+                "finish_reason": reasons[index],
+            }
+            for index, answer in enumerate(self._answers)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+
+    async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+        """Server-sent events, ``[DONE]`` at the end."""
+        for index in range(len(self._answers)):
+            yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+        sent = [0] * len(self._answers)
+        async for index, text, reason, answer in self._pieces(first, events):
+            logprobs = None
+            if self._body.logprobs:
+                logprobs, sent[index] = self._logprobs(answer, sent[index]), len(answer.token_ids)
+            if text or logprobs or reason:
+                yield self._chunk(index, {"content": text} if text else {}, reason, logprobs)
+        if self._body.stream_options.include_usage:
+            yield _sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    async def _pieces(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, str, str | None, _Answer]]:
+        try:
+            event: Event | None = first
+            while event is not None:
+                piece = self._take(event)
+                if piece is not None:
+                    yield piece
+                if all(self._done):
+                    break
+                event = await anext(events, None)
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    def _take(self, event: Event) -> tuple[int, str, str | None, _Answer] | None:
+        index = event.index
+        if self._done[index]:
+            return None
+        answer, text = self._answers[index], self._texts[index]
+        answer.add(event)
+        ended = event.finish_reason is not None
+        # The stop token itself has no text, whatever the tokenizer thinks of it.
+        silent = event.token_id is None or (event.finish_reason == FinishReason.STOP)
+        piece = "" if silent or event.token_id is None else text.add(event.token_id)
+        if ended and not text.stopped:
+            piece += text.finish()
+        self._done[index] = ended or text.stopped
+        reason = "stop" if text.stopped else (str(event.finish_reason) if ended else None)
+        return index, piece, reason, answer
+
+    def _logprobs(self, answer: _Answer, start: int) -> dict[str, Any]:
+        content = []
+        for token_id, logprob in zip(answer.token_ids[start:], answer.logprobs[start:], strict=True):
+            text = self._chat.token_text(token_id)
+            content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._body.model}
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return _sse({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def _usage(self) -> dict[str, Any]:
+        return _usage(range(self._num_prompt_tokens), self._answers)
+
+
+def _usage(prompt: Any, answers: Iterable[_Answer]) -> dict[str, Any]:
+    answers = list(answers)
+    cached = answers[0].last.cached_tokens if answers[0].last is not None else 0
+    completion = sum(len(answer.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": completion,
+        "total_tokens": len(prompt) + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _last(answer: _Answer) -> Event:
+    if answer.last is None:
+        raise HttpError(503, "a completion has no end", code="internal")
+    return answer.last
+
+
+def _sse(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+async def _json(request: Request) -> Any:
+    return _decode(await request.body())
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is not JSON: {error}", where="request body") from error
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,46 @@
+"""Prices every token and second; computes cost per token and intelligence per dollar."""
+
+from evergrad.ledger.clock import IDLE, PhaseClock, Span
+from evergrad.ledger.metrics import (
+    Arm,
+    Comparison,
+    CostPerSuccess,
+    IntelligencePerDollar,
+    MarginalIntelligence,
+    Payback,
+    compare_intelligence,
+    cost_per_million_tokens,
+    cost_per_success,
+    intelligence_per_dollar,
+    marginal_intelligence,
+    payback,
+)
+from evergrad.ledger.prices import LedgerError, Price, PriceBook
+from evergrad.ledger.store import UNATTRIBUTED, Conservation, CostSummary, Ledger, cost_summary, reprice
+
+__all__ = [
+    "IDLE",
+    "UNATTRIBUTED",
+    "Arm",
+    "Comparison",
+    "Conservation",
+    "CostPerSuccess",
+    "CostSummary",
+    "IntelligencePerDollar",
+    "Ledger",
+    "LedgerError",
+    "MarginalIntelligence",
+    "Payback",
+    "PhaseClock",
+    "Price",
+    "PriceBook",
+    "Span",
+    "compare_intelligence",
+    "cost_per_million_tokens",
+    "cost_per_success",
+    "cost_summary",
+    "intelligence_per_dollar",
+    "marginal_intelligence",
+    "payback",
+    "reprice",
+]

@@ -1,0 +1,96 @@
+"""What a person sees while the loop runs: a line per event, and a bar with rate, time left and dollars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class LoopConsole:
+    """Prints events; on a terminal the current stage has a progress bar beneath them."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+
+    def note(self, text: str, style: str = "") -> None:
+        """One line, on top of the bar if there is one."""
+        self._console.print(escape(text), style=style or None)
+
+    def event(self, at_s: float, usd: float | None, text: str) -> None:
+        """A milestone with its time and the dollars spent so far."""
+        money = f"${usd:.4f}" if usd is not None else "$ unknown"
+        self.note(f"[{int(at_s) // 60:2d}:{int(at_s) % 60:02d}  {money}] {text}", style="bold")
+
+    @contextmanager
+    def stage(self, title: str, total: int, done: int = 0) -> Iterator[None]:
+        """A bar for ``total`` units of work; :meth:`advance` moves it."""
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        ) as progress:
+            self._progress, self._bar = progress, progress.add_task(escape(title), total=total, completed=done, note="")
+            try:
+                yield
+            finally:
+                self._progress = self._bar = None
+
+    def advance(self, note: str = "", units: int = 1) -> None:
+        if self._progress is not None and self._bar is not None:
+            self._progress.update(self._bar, advance=units, note=escape(note))
+
+    def summary(self, report: Mapping[str, Any]) -> None:
+        """The run in two tables, what it gained and what it cost, and the figures that a reader takes away."""
+        cycles = Table(title=f"{report.get('name')}: what each cycle gained", title_justify="left")
+        for head in ("cycle", "suite", "before", "after", "gain, 95%", "n", "verdict", "usd"):
+            cycles.add_column(head, justify="left" if head in ("suite", "verdict") else "right", no_wrap=True)
+        for cycle in report.get("cycles", []):
+            low, high = cycle["ci95"] or (None, None)
+            cycles.add_row(
+                str(cycle["cycle"]),
+                cycle["suite"],
+                _figure(cycle["score_before"], ".3f"),
+                _figure(cycle["score_after"], ".3f"),
+                f"{_figure(low, '+.3f')} … {_figure(high, '+.3f')}",
+                str(cycle["n"]),
+                cycle["verdict"],
+                _figure(cycle["usd"], ".4f"),
+            )
+            for suite, other in cycle["other_suites"].items():
+                cycles.add_row("", suite, _figure(other["before"], ".3f"), _figure(other["after"], ".3f"))
+        cost = report["cost"]
+        money = Table(title="what it cost", title_justify="left")
+        money.add_column("phase")
+        money.add_column("usd", justify="right")
+        for phase, usd in sorted(cost["by_phase"].items(), key=lambda item: -(item[1] or 0.0)):
+            money.add_row(phase, _figure(usd, ".5f"))
+        money.add_row("total", _figure(cost["total_usd"], ".5f"), style="bold")
+        self._console.print(cycles)
+        self._console.print(money)
+        worth = report["intelligence_per_dollar"]
+        low, high = worth["ci95"] or (None, None)
+        self.note(
+            f"served version: ${_figure(report['usd_per_million_tokens'], '.4f')} per million tokens, "
+            f"${_figure(report['usd_per_success'], '.6f')} per success, "
+            f"{_figure(worth['value'], ',.0f')} successes per dollar "
+            f"(95%: {_figure(low, ',.0f')} to {_figure(high, ',.0f')}), {report['wall_s'] / 60:.1f} minutes in all"
+        )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)

@@ -1,0 +1,192 @@
+"""The run folder: its lock, its resolved configuration, and the state from which a run goes on.
+
+Everything in it is whole or absent: files are written beside their place and renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from evergrad.loop.config import RunConfig
+from evergrad.types import EvergradError
+
+
+class Stage(StrEnum):
+    """Where a cycle stands; each stage can be entered again after a crash."""
+
+    WARM_START = "warm_start"
+    LEARN = "learn"
+    MEASURE = "measure"
+    WATCH = "watch"
+    DONE = "done"
+
+
+@dataclass
+class LoopState:
+    """What a run knows about itself, saved at every change of stage and with every checkpoint."""
+
+    cycle: int = 1
+    stage: Stage = Stage.WARM_START
+    step: int = 0
+    """Optimizer steps done in this stage."""
+    group: int = 0
+    """Groups of this cycle that were trained; the next one is planned from it."""
+    rl_step: int = 0
+    """RL steps of the whole run; names the rollout files."""
+    policy_version: int = 0
+    incumbent: str | None = None
+    """What ``production`` served when this cycle's candidate was measured."""
+    trigger: str = "first start"
+    deployed: dict[str, Any] = field(default_factory=dict)
+    """Settings of the environment as the world runs it now."""
+    known: list[dict[str, Any]] = field(default_factory=list)
+    """Earlier deployed settings, oldest first: what must not be forgotten."""
+    checkpoint: str | None = None
+    """Folder name under ``checkpoints/`` that belongs to this state."""
+    watch_checks: int = 0
+    changes_applied: int = 0
+    wall_s: float = 0.0
+    """Seconds of earlier sessions."""
+    cycle_started: dict[str, float] = field(default_factory=dict)
+    """``usd`` and ``wall_s`` when the cycle began."""
+    cycles: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RunFolder:
+    """Opens ``path`` for one process, new or to go on.
+
+    Raises:
+        EvergradError: another process runs in it, or it holds a run of another configuration.
+    """
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise EvergradError(
+                "another process is running in this folder",
+                where=str(path),
+                hint="wait for it, stop it, or choose another --run-dir",
+            ) from None
+        self._check_config(config)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def versions(self) -> Path:
+        return self.path / "versions"
+
+    def load_state(self, initial: LoopState) -> LoopState:
+        """The saved state, or ``initial`` in a new folder."""
+        path = self.path / "state.json"
+        if not path.exists():
+            return initial
+        data = json.loads(path.read_text(encoding="utf-8"))
+        data["stage"] = Stage(data["stage"])
+        return LoopState(**data)
+
+    def save_state(self, state: LoopState) -> None:
+        write_json(self.path / "state.json", dataclasses.asdict(state))
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """One line to ``metrics.jsonl``."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def _check_config(self, config: RunConfig) -> None:
+        resolved = config.model_dump(mode="json", exclude_none=True)
+        path = self.path / "config.toml"
+        if not path.exists():
+            write_text(path, to_toml(resolved))
+            return
+        before = tomllib.loads(path.read_text(encoding="utf-8"))
+        # A budget may grow when a run goes on; everything else is the recipe, and stays.
+        changed = sorted(_differences({**before, "budget": None}, {**resolved, "budget": None}))
+        if changed:
+            raise EvergradError(
+                f"this folder holds a run of another configuration: {', '.join(changed)} changed",
+                where=str(self.path),
+                hint="choose another --run-dir (or remove the folder) to start anew, or undo the change to go on",
+            )
+        write_text(path, to_toml(resolved))
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Strict JSON, whole or absent; non-finite numbers become null."""
+    write_text(path, json.dumps(_finite(data), allow_nan=False, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes beside ``path``, flushes to disk, renames."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def to_toml(data: Mapping[str, Any], prefix: str = "") -> str:
+    """Plain nested data as TOML; tables after values, lists of tables as ``[[…]]``."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in data.items() if not _is_table(value)]
+    blocks = ["\n".join(lines)] if lines else []
+    for key, value in data.items():
+        if not _is_table(value):
+            continue
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            blocks.append(f"[{name}]\n{to_toml(value, name + '.')}")
+        else:
+            blocks.extend(f"[[{name}]]\n{to_toml(item, name + '.')}" for item in value)
+    return "\n\n".join(block.rstrip() for block in blocks) + "\n"
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and bool(value) and isinstance(value[0], Mapping))
+
+
+def _toml_value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _differences(before: Any, now: Any, path: str = "") -> set[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = {*before, *now}
+        return set().union(*(_differences(before.get(k), now.get(k), f"{path}.{k}".lstrip(".")) for k in keys))
+    return set() if before == now or (not before and not now) else {path}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

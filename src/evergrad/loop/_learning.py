@@ -1,0 +1,278 @@
+"""WARM_START and LEARN: the two stages that change weights.
+
+LEARN is two loops around the buffer::
+
+    _roll  ── acquire ─▶ groups of rollouts ─▶ put ──▶ Buffer ──▶ take_batch ─▶ step ─▶ publish ─▶ advance ── learn
+      ▲                                                                                              │
+      └──────────────────────────────── policy_version, free slots ◀─────────────────────────────────┘
+
+    _roll   consumes tasks in a fixed order;   waits for slots;          unblocked by ``advance``.
+    learn   consumes whole batches;            waits for ``take_batch``; unblocked by ``put``.
+
+With ``max_off_policy_steps = 0`` the two take turns, every rollout is sampled from the weights that its batch updates, and the
+engine steps in lockstep with the open rollouts, so that a run repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from evergrad.loop._folder import Stage
+from evergrad.loop._measuring import introduce
+from evergrad.loop._playing import play
+from evergrad.loop._session import Session
+from evergrad.rollouts import (
+    Buffer,
+    Ticket,
+    assign_advantages,
+    derive_seed,
+    run_group,
+    run_rollout,
+    scripted,
+)
+from evergrad.training import LossConfig
+from evergrad.types import EvergradError, Outcome, Rollout, RolloutGroup, Sampling, Task, TrainingBatch, TrainingSample
+
+SFT_CHECKPOINT_EVERY = 16
+BASE_TRIES = 24
+
+
+async def warm_start(session: Session) -> Stage:
+    """Supervised steps on demonstrations; then the result is published, and in the first cycle introduced to serving."""
+    state, recipe = session.state, session.recipe.warm_start
+    if state.step == 0:
+        incumbent = session.registry.resolve("production")
+        await session.reset_trainer(incumbent)
+        if state.policy_version == 0:
+            await _look_at_the_base(session)
+    batches = await _demonstration_batches(session)
+    with session.console.stage(f"cycle {state.cycle}: warm start", len(batches), state.step):
+        while state.step < len(batches):
+            batch = batches[state.step]
+            started = time.monotonic()
+            metrics = await session.train(batch, LossConfig(name="cross_entropy"), recipe.lr)
+            state.step += 1
+            session.record_step("sft", {**metrics, "seconds": time.monotonic() - started})
+            session.console.advance(f"loss {metrics['loss']:.3f}  {session.money()}")
+            if state.step % SFT_CHECKPOINT_EVERY == 0 and state.step < len(batches):
+                await session.checkpoint()
+    await session.publish()
+    await session.checkpoint()
+    version = await session.register("sft", session.contracts())
+    if session.serving.version is None:
+        await introduce(session, version)
+    return Stage.LEARN
+
+
+async def _look_at_the_base(session: Session) -> None:
+    """What the base model does before anything was learned: the first rewards that the user sees."""
+    suite = session.suite(session.state.deployed)
+    with session.clock.phase("eval"):
+        rollouts = await play(
+            session, session.state.deployed, BASE_TRIES, session.engine, name="base-model", seed=0, source="eval"
+        )
+    judged = [rollout for rollout in rollouts if rollout.outcome.trainable]
+    session.event(f"the base model on {suite}: {sum(rollout.success for rollout in judged)}/{len(judged)} succeed")
+
+
+async def learn(session: Session) -> Stage:
+    """Reinforcement learning until its steps are done or the reward has reached ``stop_at_reward``."""
+    state, rl = session.state, session.recipe.rl
+    if not rl.steps:
+        served = session.serving.version
+        return Stage.WATCH if served and served.version_id == session.version_id("sft") else Stage.MEASURE
+    if state.step == 0:
+        await session.reset_trainer(session.version_id("sft"))
+    buffer = Buffer(
+        max_off_policy_steps=rl.max_off_policy_steps,
+        groups_per_batch=rl.groups_per_step,
+        policy_version=state.policy_version,
+        estimator=rl.advantage,
+    )
+    rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
+    try:
+        with session.console.stage(f"cycle {state.cycle}: RL", rl.steps, state.step):
+            while state.step < rl.steps and not _good_enough(session):
+                reason = session.out_of_budget()
+                if reason:
+                    session.event(f"RL stops after {state.step} steps: {reason}")
+                    break
+                await _step(session, buffer)
+    finally:
+        rolling.cancel()
+        await asyncio.gather(rolling, return_exceptions=True)
+    return Stage.MEASURE
+
+
+async def _step(session: Session, buffer: Buffer) -> None:
+    state, rl = session.state, session.recipe.rl
+    started = time.monotonic()
+    with session.clock.phase("rollout"):
+        batch = await buffer.take_batch()
+    rolled = time.monotonic()
+    metrics = await session.train(batch, rl.loss, rl.lr)
+    trained = time.monotonic()
+    receipt = await session.publish()
+    await buffer.advance(state.policy_version)
+    state.step += 1
+    state.group += rl.groups_per_step
+    session.writer.complete(state.rl_step)
+    state.rl_step += 1
+    record = session.record_step(
+        "rl",
+        {
+            **batch.metrics,
+            **metrics,
+            "rollout_s": rolled - started,
+            "train_s": trained - rolled,
+            "sync_s": time.monotonic() - trained,
+            "pause_s": receipt["pause_s"],
+            "seconds": time.monotonic() - started,
+        },
+    )
+    await session.checkpoint()
+    interval = record["reward_ci95"]
+    text = (
+        f"reward {record['reward']:.2f} ± {interval:.2f}  stale {record['staleness_mean']:.1f}  "
+        f"{record['sampled_tokens'] / record['rollout_s']:.0f} tok/s  {session.money()}"
+    )
+    session.console.advance(text)
+    if state.step == 1 or state.step % 4 == 0 or state.step == rl.steps:
+        session.console.note(f"  cycle {state.cycle} step {state.step:3d}: {text}")
+
+
+async def _roll(session: Session, buffer: Buffer) -> None:
+    """Keeps every free slot filled with a running group. In synchronous mode a whole batch starts as one wave."""
+    rl, wave_at = session.recipe.rl, session.state.group
+    synchronous = rl.max_off_policy_steps == 0
+    try:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                tickets = [await buffer.acquire()]
+                if synchronous:
+                    counts = buffer.counts
+                    free = buffer.slots - counts.running - counts.queued - counts.trained
+                    tickets += [await buffer.acquire() for _ in range(free)]
+                started = [ticket for ticket in tickets if ticket is not None]
+                planned = [_plan(session, wave_at + offset) for offset in range(len(started))]
+                if synchronous:
+                    await session.engine.reset_prefix_cache()
+                    await session.engine.open_sessions(
+                        f"{group_id}/{index}" for group_id, _, _ in planned for index in range(rl.group_size)
+                    )
+                for ticket, (group_id, task, settings) in zip(started, planned, strict=True):
+                    groups.create_task(_run_one(session, buffer, ticket, group_id, task, settings))
+                wave_at += len(started)
+    except BaseException as error:
+        # The other loop waits for batches; it must learn that none will come, and why.
+        await buffer.fail(error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error)
+        raise
+
+
+def _plan(session: Session, number: int) -> tuple[str, Task, Mapping[str, Any]]:
+    """Group ``number`` of this cycle: its id, task and environment settings; the same in every session of the run.
+
+    Earlier contracts get ``replay_share`` of the groups, spread evenly; each contract goes through its own tasks in order.
+    """
+    state, rl = session.state, session.recipe.rl
+    share = rl.replay_share if state.known else 0.0
+    replayed = math.floor(number * share)
+    if math.floor((number + 1) * share) > replayed:
+        settings, position = state.known[replayed % len(state.known)], replayed // len(state.known)
+    else:
+        settings, position = state.deployed, number - replayed
+    task = session.training_task(settings, position)
+    return f"c{state.cycle}-g{number}", task, settings
+
+
+async def _run_one(
+    session: Session, buffer: Buffer, ticket: Ticket, group_id: str, task: Task, settings: Mapping[str, Any]
+) -> None:
+    rl = session.recipe.rl
+    sessions = session.engine if rl.max_off_policy_steps == 0 else None
+    try:
+        group = await run_group(
+            task,
+            session.taskset(settings),
+            session.engine,
+            session.renderer,
+            Sampling(temperature=rl.temperature, max_tokens=task.limits.max_tokens_per_turn),
+            group_id=group_id,
+            size=rl.group_size,
+            seed=derive_seed(session.config.seed, group_id),
+            sessions=sessions,
+        )
+        for rollout in group.rollouts:
+            session.writer.write(session.state.rl_step, rollout)
+        await buffer.put(ticket, group)
+    finally:
+        await buffer.release(ticket)
+
+
+def _good_enough(session: Session) -> bool:
+    """The mean reward of the last three steps of this phase has reached ``stop_at_reward``."""
+    state, goal = session.state, session.recipe.rl.stop_at_reward
+    if goal is None or state.step < 3:
+        return False
+    recent = [step["reward"] for step in state.steps if step["kind"] == "rl" and step["cycle"] == state.cycle][-3:]
+    return bool(sum(recent) / len(recent) >= goal)
+
+
+async def _demonstration_batches(session: Session) -> list[TrainingBatch]:
+    """All supervised batches of the stage, in an order that the seed decides."""
+    state, recipe = session.state, session.recipe.warm_start
+    samples = await _demonstrations(session, state.deployed, recipe.demonstrations)
+    for settings in state.known:
+        samples += await _demonstrations(session, settings, recipe.replay)
+    rng = Random(derive_seed(session.config.seed, "warm_start", state.cycle))
+    batches: list[TrainingBatch] = []
+    for _ in range(recipe.epochs):
+        rng.shuffle(samples)
+        batches += [_batch(samples[i : i + recipe.batch_size]) for i in range(0, len(samples), recipe.batch_size)]
+    return batches
+
+
+async def _demonstrations(session: Session, settings: Mapping[str, Any], count: int) -> list[list[TrainingSample]]:
+    """Plays ``count`` perfect rollouts; a demonstration that its own verifier does not score 1 ends the run."""
+    recipe = session.recipe.warm_start
+    taskset = session.taskset({**settings, **recipe.settings})
+    shown: list[list[TrainingSample]] = []
+    for task in taskset.tasks("train", count, seed=derive_seed(session.config.seed, "demonstrations")):
+        texts = taskset.open(task).demonstrate()
+        if texts is None:
+            raise EvergradError(
+                f"environment '{taskset.name}' has no demonstrations",
+                where="warm_start",
+                hint="define demonstrate() in the environment, or set warm_start.demonstrations = 0",
+            )
+        rollout = await run_rollout(
+            task,
+            taskset,
+            scripted(texts, session.renderer),
+            session.renderer,
+            Sampling(max_tokens=task.limits.max_tokens_per_turn),
+            rollout_id=f"demonstration-{task.task_id}",
+            group_id="demonstrations",
+            source="demonstration",
+        )
+        _require_perfect(rollout)
+        shown.append(list(assign_advantages(RolloutGroup("demonstrations", (rollout,)), "constant")))
+    return shown
+
+
+def _require_perfect(rollout: Rollout) -> None:
+    if rollout.outcome is not Outcome.SCORED or not rollout.success:
+        raise EvergradError(
+            f"the demonstration of {rollout.task_id} ends as {rollout.outcome} with reward {rollout.reward}: {rollout.fault}",
+            hint="evergrad env test shows which check fails",
+        )
+
+
+def _batch(demonstrations: Sequence[Sequence[TrainingSample]]) -> TrainingBatch:
+    samples = tuple(sample for each in demonstrations for sample in each)
+    return TrainingBatch(samples, sum(sum(sample.loss_mask) for sample in samples))

@@ -1,0 +1,90 @@
+"""What a run knows about itself, put together for ``report.json`` and ``report.html``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evergrad.ledger import cost_per_million_tokens, cost_per_success, intelligence_per_dollar, marginal_intelligence
+from evergrad.loop._session import Session
+from evergrad.loop.report import write_report
+
+
+def report(session: Session) -> None:
+    """Writes both report files; called after every stage."""
+    state = session.state
+    session.clock.settle()
+    summary = session.ledger.summary()
+    write_report(
+        session.folder.path,
+        {
+            "name": session.config.name,
+            "model": session.config.model,
+            "seed": session.config.seed,
+            "wall_s": session.wall_s(),
+            "cycles": state.cycles,
+            "steps": [step for step in state.steps if step["kind"] == "rl"],
+            "timeline": state.timeline,
+            "scores": [_without_tasks(score) for score in state.scores],
+            "versions": _versions(session),
+            "cost": {
+                "total_usd": summary.usd,
+                "by_phase": dict(summary.by_phase),
+                "by_cycle": dict(summary.by_subject),
+                "entries": summary.entries,
+                "coverage": summary.coverage,
+            },
+            **_prices(session),
+        },
+    )
+
+
+def _prices(session: Session) -> dict[str, Any]:
+    """Running cost of the served version, from its last evaluation; training is in ``cost`` and in the marginal gain.
+
+    Definitions: cost per million tokens and per success count failures in the numerator; intelligence per dollar is mean score
+    over mean cost of an attempt, with the interval of a ratio of paired means.
+    """
+    version = session.serving.version
+    measured = [score for score in session.state.scores if version and score["version_id"] == version.version_id]
+    priced = [score for score in measured if score.get("task_usd") and all(score["task_usd"])]
+    last = priced[-1] if priced else None
+    gained = [cycle for cycle in session.state.cycles if cycle["verdict"] == "promoted"]
+    gain = sum(cycle["score_after"] - cycle["score_before"] for cycle in gained)
+    total = session.ledger.total_usd()
+    found: dict[str, Any] = {"marginal_points_per_1000_usd": marginal_intelligence(gain, total).value if gained else None}
+    if last is None:
+        return {
+            "usd_per_million_tokens": None,
+            "usd_per_success": None,
+            "intelligence_per_dollar": {"value": None, "ci95": None},
+            **found,
+        }
+    worth = intelligence_per_dollar(last["task_scores"], last["task_usd"])
+    usd = session.decimal(sum(last["task_usd"]))
+    successes = sum(score >= 1.0 for score in last["task_scores"])
+    return {
+        "usd_per_million_tokens": cost_per_million_tokens(usd, tokens=last["tokens"]),
+        "usd_per_success": cost_per_success(usd, successes=successes, attempts=last["n"]).value,
+        "intelligence_per_dollar": {"value": worth.value, "ci95": worth.ci95},
+        "priced_on": {"version_id": last["version_id"], "suite": last["suite"], "n": last["n"]},
+        **found,
+    }
+
+
+def _versions(session: Session) -> list[dict[str, Any]]:
+    serving = {version_id: alias for alias, version_id in session.registry.aliases().items()}
+    return [
+        {
+            "version_id": version.version_id,
+            "parent_id": version.parent_id,
+            "policy_version": version.policy_version,
+            "created_at": version.created_at,
+            "aliases": [serving[version.version_id]] if version.version_id in serving else [],
+        }
+        for version in session.registry.list()
+    ]
+
+
+def _without_tasks(score: dict[str, Any]) -> dict[str, Any]:
+    """A score as people read it; the figures per task stay in the state and in ``evals/``."""
+    return {key: value for key, value in score.items() if key not in ("task_scores", "task_usd")}

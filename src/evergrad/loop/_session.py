@@ -1,0 +1,304 @@
+"""Everything that is alive in one process lifetime of a run: workers, clients, stores, tasks, clock.
+
+Opening a session brings the workers to the saved state, whether that state is new, finished or what a crash left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import hashlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from evergrad.envs import Taskset
+from evergrad.inference import EngineClient, EngineConfig
+from evergrad.ledger import Ledger, PhaseClock, PriceBook
+from evergrad.loop._console import LoopConsole
+from evergrad.loop._folder import LoopState, RunFolder, Stage, write_text
+from evergrad.loop._serving import PRODUCTION, Serving
+from evergrad.loop.config import RecipeConfig, RunConfig
+from evergrad.loop.placement import LocalPlacement
+from evergrad.registry import Registry, base_model
+from evergrad.rollouts import Renderer, RolloutWriter, derive_seed, rollout_json
+from evergrad.training import LossConfig, TrainerClient, TrainerConfig
+from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch, Usage
+
+PROBE_TOKENS = 24
+PROBE_TOLERANCE = 1e-3
+"""Largest difference, in nats, between the engine's and the trainer's log-probabilities after an update."""
+KEEP_CHECKPOINTS = 2
+
+
+class Session:
+    """Use as an async context manager; leaving it stops all workers."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
+        self.config, self.folder, self.console = config, folder, console
+        self.state = folder.load_state(LoopState(deployed=dict(config.environment.settings)))
+        self.placement = LocalPlacement(folder.path / "logs")
+        self.writer = RolloutWriter(folder.rollouts)
+        self.cores = config.placement.threads or os.cpu_count() or 1
+        self.served_usage = Usage()
+        self._started = time.monotonic()
+        self._tasksets: dict[str, Taskset] = {}
+        self._tasks: dict[str, Sequence[Task]] = {}
+        self._exit = contextlib.AsyncExitStack()
+        self.registry: Registry
+        self.ledger: Ledger
+        self.clock: PhaseClock
+        self.trainer: TrainerClient
+        self.engine: EngineClient
+        self.renderer: Renderer
+        self.serving: Serving
+
+    async def __aenter__(self) -> Session:
+        try:
+            path = self.folder.path
+            book = PriceBook.load(Path(self.config.price_book) if self.config.price_book else None)
+            self.registry = self._exit.enter_context(Registry(path / "registry.sqlite"))
+            self.ledger = self._exit.enter_context(Ledger(path / "ledger.sqlite", book))
+            self.clock = self._exit.enter_context(PhaseClock(self.ledger, cores=self.cores, subject=self.config.name))
+            with self.clock.phase("setup"):
+                model = await self._model_folder()
+                await self._exit.enter_async_context(self.placement)
+                await self._start_workers(model)
+                await self._restore()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.save_state()
+        self.writer.close()
+        await self._exit.aclose()
+
+    # -- where the run stands --------------------------------------------------------------------------------------------
+
+    @property
+    def recipe(self) -> RecipeConfig:
+        return self.config.recipe(self.state.cycle)
+
+    def wall_s(self) -> float:
+        """Seconds of the whole run, resumed parts included."""
+        return self.state.wall_s + time.monotonic() - self._started
+
+    def spent_usd(self) -> float | None:
+        """Dollars of the whole run so far; ``None`` when something in it has no price."""
+        spent = self.clock.spent_usd()
+        return None if spent is None else float(spent)
+
+    @staticmethod
+    def decimal(value: float) -> Decimal:
+        return Decimal(repr(value))
+
+    def money(self) -> str:
+        usd = self.spent_usd()
+        return "$ unknown" if usd is None else f"${usd:.4f}"
+
+    def out_of_budget(self) -> str | None:
+        """Which budget is spent, or ``None``."""
+        budget, usd = self.config.budget, self.spent_usd()
+        if budget.usd is not None and usd is not None and usd >= budget.usd:
+            return f"the budget of ${budget.usd:g} is spent"
+        if budget.minutes is not None and self.wall_s() >= 60 * budget.minutes:
+            return f"the budget of {budget.minutes:g} minutes is spent"
+        return None
+
+    def event(self, text: str) -> None:
+        """A milestone, on the timeline and on the screen."""
+        at_s, usd = self.wall_s(), self.spent_usd()
+        self.state.timeline.append({"at_s": round(at_s, 1), "usd": usd, "event": text})
+        self.console.event(at_s, usd, text)
+
+    def enter(self, stage: Stage) -> None:
+        """Moves to a stage and saves; the stage before is then never entered again in this cycle."""
+        self.state.stage, self.state.step = stage, 0
+        self.save_state()
+
+    def save_state(self) -> None:
+        """Writes the state with the seconds up to now."""
+        now = time.monotonic()
+        self.state.wall_s, self._started = self.state.wall_s + now - self._started, now
+        self.folder.save_state(self.state)
+
+    def record_step(self, kind: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps the figures of one optimizer step, under the step that they describe."""
+        state = self.state
+        record: dict[str, Any] = {
+            "kind": kind,
+            "cycle": state.cycle,
+            "step": state.step,
+            "policy_version": state.policy_version,
+            "wall_s": round(self.wall_s(), 2),
+            "usd": self.spent_usd(),
+            **metrics,
+        }
+        if "reward_mean" in metrics:
+            record["reward"] = metrics["reward_mean"]
+            record["reward_ci95"] = 1.96 * metrics.get("reward_se", math.nan)
+        state.steps.append(record)
+        self.folder.append_metrics(record)
+        return record
+
+    def record_rollouts(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        """Writes a file of rollouts that were not trained on."""
+        lines = "".join(rollout_json(rollout) + "\n" for rollout in rollouts)
+        write_text(self.folder.rollouts / f"{name}.jsonl".replace("/", "_"), lines)
+
+    # -- tasks -----------------------------------------------------------------------------------------------------------
+
+    def taskset(self, settings: Mapping[str, Any]) -> Taskset:
+        """The environment under these settings; made once."""
+        key = repr(sorted(settings.items()))
+        if key not in self._tasksets:
+            self._tasksets[key] = Taskset(self.config.environment.name, settings)
+        return self._tasksets[key]
+
+    def suite(self, settings: Mapping[str, Any]) -> str:
+        """How reports name the environment under these settings, such as ``support_desk@v1``."""
+        taskset = self.taskset(settings)
+        return f"{taskset.name}@{taskset.config.contract}"
+
+    def contracts(self) -> dict[str, str]:
+        """Suite to contract hash, of all that the run knows by now."""
+        return {self.suite(each): self.taskset(each).contract_hash for each in (self.state.deployed, *self.state.known)}
+
+    def training_task(self, settings: Mapping[str, Any], position: int) -> Task:
+        """Task ``position`` of the training order under ``settings``; none comes twice before all have come once."""
+        key = repr(sorted(settings.items()))
+        rl = self.recipe.rl
+        need = max(1, rl.steps) * rl.groups_per_step * 2
+        if len(self._tasks.get(key, ())) == 0:
+            taskset = self.taskset(settings)
+            seed = derive_seed(self.config.seed, "training", self.state.cycle)
+            tasks = []
+            for task in taskset.stream("train", seed):
+                tasks.append(task)
+                if len(tasks) == need:
+                    break
+            if not tasks:
+                raise EvergradError(f"environment '{taskset.name}' has no training tasks", where=self.suite(settings))
+            self._tasks[key] = tasks
+        tasks_in_order = self._tasks[key]
+        return tasks_in_order[position % len(tasks_in_order)]
+
+    # -- weights ---------------------------------------------------------------------------------------------------------
+
+    async def train(self, batch: TrainingBatch, loss: LossConfig, lr: float) -> dict[str, Any]:
+        """One optimizer step."""
+        with self.clock.phase("train"):
+            return dict(await self.trainer.step(batch, loss, lr))
+
+    async def reset_trainer(self, version_id: str | None) -> None:
+        """Starts the trainer from a version (or the base model) with a fresh optimizer."""
+        uri = None if version_id is None else str(self.folder.path / self.registry.get(version_id).weights_uri)
+        with self.clock.phase("setup"):
+            await self.trainer.reset(uri)
+
+    async def publish(self) -> dict[str, Any]:
+        """Moves the trainer's weights into the rollout engine as the next policy version, and has the engine prove it."""
+        receipt = await self._publish_as(self.state.policy_version + 1)
+        self.state.policy_version += 1
+        return receipt
+
+    async def _publish_as(self, policy_version: int) -> dict[str, Any]:
+        with self.clock.phase("weight_sync"):
+            manifest = await self.trainer.publish(policy_version)
+            receipt = await self.engine.update_weights(manifest)
+            await self._prove(policy_version)
+        return receipt
+
+    async def _prove(self, policy_version: int) -> None:
+        """The engine scores a probe as the trainer does, or the run stops: wrong weights never make a rollout."""
+        task = self.training_task(self.state.deployed, 0)
+        probe = list(self.renderer.prompt(task.prompt))[-PROBE_TOKENS:]
+        ours, theirs = await self.trainer.logprobs(probe), await self.engine.logprobs(probe)
+        worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        if not worst <= PROBE_TOLERANCE:
+            raise EvergradError(
+                f"after update {policy_version} the engine's log-probabilities differ from the trainer's by {worst:.2g} nats",
+                where="weight transfer",
+                hint="the weights in the engine are not those of the trainer; see logs/ in the run folder",
+            )
+
+    async def checkpoint(self) -> None:
+        """Saves trainer and state together: the folder first, then the state that names it, then old folders go."""
+        with self.clock.phase("store"):
+            state = self.state
+            name = f"c{state.cycle:03d}-{state.stage.value}-{state.step:05d}"
+            target = self.folder.checkpoints / name
+            await self.trainer.save(str(target))
+            state.checkpoint = name
+            self.save_state()
+            kept = sorted((path for path in self.folder.checkpoints.iterdir()), key=lambda path: path.stat().st_mtime)
+            for old in kept[:-KEEP_CHECKPOINTS]:
+                if old != target:
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def version_id(self, note: str) -> str:
+        return f"{self.config.name}-c{self.state.cycle}-{note}"
+
+    async def register(self, note: str, contracts: Mapping[str, str]) -> ModelVersion:
+        """Exports the trainer's weights as a version; entering it again after a crash gives the same one."""
+        version_id = self.version_id(note)
+        if version_id in (known.version_id for known in self.registry.list()):
+            return self.registry.get(version_id)
+        uri = f"versions/{version_id}"
+        if not (self.folder.path / uri).exists():
+            with self.clock.phase("store"):
+                await self.trainer.export(str(self.folder.path / uri))
+        parent = self.version_id("sft") if note != "sft" else self.registry.resolve(PRODUCTION)
+        version = ModelVersion(
+            version_id=version_id,
+            parent_id=parent,
+            policy_version=self.state.policy_version,
+            weights_uri=uri,
+            base_model=self.config.model,
+            recipe_hash=hashlib.sha256(self.recipe.model_dump_json().encode()).hexdigest()[:16],
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            metadata={"contracts": dict(contracts), "cycle": self.state.cycle, "trigger": self.state.trigger},
+        )
+        return self.registry.register(version)
+
+    # -- start -----------------------------------------------------------------------------------------------------------
+
+    async def _model_folder(self) -> Path:
+        return await asyncio.to_thread(base_model, self.config.model)
+
+    async def _start_workers(self, model: Path) -> None:
+        config, threads = self.config, self.cores
+        if config.placement.mode == "disaggregated":
+            threads = max(1, self.cores // 2)
+        trainer_config = TrainerConfig(model=str(model), threads=threads, seed=config.seed, **dict(config.trainer))
+        engine_config = EngineConfig(model=str(model), threads=threads, seed=config.seed)
+        trainer, engine = await asyncio.gather(
+            self.placement.start("trainer", "evergrad.training", trainer_config),
+            self.placement.start("engine", "evergrad.inference", engine_config),
+        )
+        self.trainer = await self._exit.enter_async_context(TrainerClient(trainer.base_url, trainer.token))
+        self.engine = await self._exit.enter_async_context(EngineClient(engine.base_url, engine.token))
+        await self.engine.attach(await self.trainer.descriptor())
+        from transformers import AutoTokenizer
+
+        self.renderer = Renderer(AutoTokenizer.from_pretrained(model))
+        self.serving = await self._exit.enter_async_context(
+            Serving(self.placement, engine_config, self.registry, self.folder.path)
+        )
+
+    async def _restore(self) -> None:
+        """Brings trainer, engine and serving to the saved state."""
+        state = self.state
+        if state.checkpoint is not None:
+            await self.trainer.load(str(self.folder.checkpoints / state.checkpoint))
+        if state.policy_version > 0:
+            await self._publish_as(state.policy_version)
+        await self.serving.follow()

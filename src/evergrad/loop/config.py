@@ -1,0 +1,176 @@
+"""The configuration of one run: what to learn, on what, for how much, and what the world does meanwhile.
+
+Rooms keep the settings they need next to their own code; here they are put together. The resolved result is written to
+``config.toml`` in the run folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from evergrad.config import Config, nearest
+from evergrad.evals import GateConfig
+from evergrad.rollouts import ESTIMATORS
+from evergrad.training import LoraConfig, LossConfig, OptimizerConfig
+
+
+class EnvironmentConfig(Config):
+    """Which environment, and its own settings."""
+
+    name: str
+    """A registered name or the path of a ``.py`` file."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the environment, which validates them."""
+
+
+class BudgetConfig(Config):
+    """The run ends when the first of these is spent; a cycle under way is finished with what is left."""
+
+    cycles: int = Field(1, ge=1)
+    usd: float | None = Field(None, gt=0)
+    """US dollars over the whole run, resumed parts included."""
+    minutes: float | None = Field(None, gt=0)
+    """Wall minutes over the whole run, resumed parts included."""
+
+
+class WarmStartConfig(Config):
+    """Supervised steps on demonstrations before reinforcement learning."""
+
+    demonstrations: int = Field(64, ge=0)
+    """On the contract that is deployed now; 0 skips the warm start."""
+    replay: int = Field(0, ge=0)
+    """Demonstrations on each earlier contract, mixed in so that it is not forgotten."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Overrides of the environment's settings for demonstrations, such as ``difficulty = "easy"``."""
+    batch_size: int = Field(2, ge=1)
+    """Demonstrations in one optimizer step."""
+    epochs: int = Field(1, ge=1)
+    lr: float = Field(1e-3, gt=0)
+
+
+class RLConfig(Config):
+    """Reinforcement learning: groups of rollouts, one optimizer step a batch."""
+
+    steps: int = Field(11, ge=0)
+    groups_per_step: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1)
+    lr: float = Field(4e-4, gt=0)
+    temperature: float = Field(1.0, gt=0)
+    """Greedy rollouts have no gradient, hence > 0."""
+    advantage: str = "group_mean"
+    loss: LossConfig = Field(default_factory=lambda: LossConfig(name="policy_gradient"))
+    max_off_policy_steps: int = Field(0, ge=0)
+    """How many updates old a trained token may be. 0 is synchronous, and repeats bit for bit."""
+    stop_at_reward: float | None = None
+    """Ends the phase early when the mean reward of the last three steps reaches this."""
+    replay_share: float = Field(0.25, ge=0, lt=1)
+    """Share of groups that come from earlier contracts, when there are any."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> RLConfig:
+        if self.advantage not in ESTIMATORS:
+            raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
+        if self.advantage == "group_mean" and self.group_size < 2:
+            raise ValueError("advantage 'group_mean' needs group_size >= 2: one rollout is its own mean; raise group_size")
+        if self.max_off_policy_steps > 0 and self.loss.name != "policy_gradient":
+            raise ValueError(
+                f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient' "
+                "or max_off_policy_steps = 0"
+            )
+        return self
+
+
+class RecipeConfig(Config):
+    """How one cycle learns."""
+
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    rl: RLConfig = Field(default_factory=RLConfig)
+
+
+class EvalConfig(Config):
+    """How versions are measured: greedily, on the gate split, one try a task."""
+
+    n: int = Field(96, ge=1)
+    """Tasks per suite."""
+    concurrency: int = Field(64, ge=1)
+
+
+class WatchConfig(Config):
+    """How the served version is watched."""
+
+    requests: int = Field(24, ge=0)
+    """Live requests per check; 0 turns watching off."""
+    alpha: float = Field(0.01, gt=0, lt=1)
+    """A check alarms when so many failures would be rarer than this at the promoted score (exact binomial test)."""
+
+
+class ContractChange(Config):
+    """The world changes the deployed environment while the agent serves; for demonstrations and drills."""
+
+    after_cycle: int = Field(1, ge=1)
+    settings: dict[str, Any]
+    """New values of the environment's settings, such as ``contract = "v2"``."""
+
+
+class TrafficConfig(Config):
+    """Live traffic, played by the environment itself against the serving endpoint."""
+
+    changes: list[ContractChange] = Field(default_factory=list)
+
+
+class TrainerSettings(Config):
+    """Settings of the trainer that do not change during a run."""
+
+    method: Literal["lora", "full"] = "lora"
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    micro_batch_tokens: int = Field(1024, ge=16)
+
+
+class PlacementConfig(Config):
+    """Where workers run."""
+
+    mode: Literal["colocated", "disaggregated"] = "colocated"
+    """``colocated``: engine and trainer use all cores by turns. ``disaggregated``: each has half, and they overlap."""
+    threads: int | None = Field(None, ge=1)
+    """Cores to use; all by default."""
+    max_restarts: int = Field(3, ge=0)
+    """How many dead workers are replaced before the run ends with the cause."""
+
+
+class RunConfig(Config):
+    """One run of the loop."""
+
+    name: str = "run"
+    seed: int = 0
+    model: str = "smollm2-135m"
+    """``smollm2-135m``, ``tiny``, or a local Hugging Face folder."""
+    environment: EnvironmentConfig
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    learn: RecipeConfig = Field(default_factory=RecipeConfig)
+    """The first cycle."""
+    adapt: RecipeConfig | None = None
+    """Later cycles; the same as ``learn`` when absent."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    gate: GateConfig = Field(default_factory=GateConfig)
+    watch: WatchConfig = Field(default_factory=WatchConfig)
+    traffic: TrafficConfig = Field(default_factory=TrafficConfig)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    price_book: str | None = None
+    """Path of a TOML price book; the built-in one by default."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> RunConfig:
+        recipes = [self.learn, self.adapt or self.learn]
+        if self.placement.mode == "disaggregated" and any(r.rl.max_off_policy_steps == 0 and r.rl.steps for r in recipes):
+            raise ValueError(
+                "placement.mode = 'disaggregated' overlaps rollouts with training, so rl.max_off_policy_steps must be >= 1"
+            )
+        return self
+
+    def recipe(self, cycle: int) -> RecipeConfig:
+        """The recipe of a cycle, counted from 1."""
+        return self.learn if cycle == 1 or self.adapt is None else self.adapt

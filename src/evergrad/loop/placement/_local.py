@@ -1,0 +1,119 @@
+"""Workers as child processes of this one, on this machine.
+
+A worker is a server module (``evergrad.inference`` or ``evergrad.training``) that prints one JSON line when it can answer.
+It dies with its parent, whichever way the parent ends: the kernel signals it, and it watches the pipe on its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evergrad.config import Config
+from evergrad.types import EvergradError
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+
+
+class WorkerDied(EvergradError):
+    """A worker ended by itself; carries what it last said."""
+
+
+@dataclass
+class Worker:
+    """A running child: where it listens and the token its admin routes want."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    base_url: str
+    token: str
+    log_path: Path
+
+    async def died(self) -> WorkerDied:
+        """Waits for the end of the process and says why it ended, with the last lines of its log."""
+        code = await self.process.wait()
+        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return WorkerDied(f"{self.name} died ({cause}): {_tail(self.log_path)}", where=str(self.log_path))
+
+    async def stop(self) -> None:
+        """Ends the process: asked first, killed after five seconds."""
+        if self.process.returncode is not None:
+            return
+        self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+class LocalPlacement:
+    """Starts workers, notices their deaths, stops them all. Use as an async context manager."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._workers: list[Worker] = []
+        self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> LocalPlacement:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    async def start(self, name: str, module: str, config: Config, arguments: Sequence[str] = ()) -> Worker:
+        """Starts ``python -m module`` and waits until it answers.
+
+        Raises:
+            WorkerDied: it ended before it was ready.
+            EvergradError: it was not ready within two minutes.
+        """
+        token = secrets.token_urlsafe(24)
+        log_path = self._logs / f"{name}.log"
+        command = [sys.executable, "-m", module, "--config-json", config.model_dump_json(), "--die-with-parent", *arguments]
+        with log_path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "EVERGRAD_TOKEN": token, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C goes to the controller alone, which then stops its workers in order
+            )
+        worker = Worker(name, process, "", token, log_path)
+        self._workers.append(worker)
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+        except TimeoutError:
+            await worker.stop()
+            raise EvergradError(f"{name} was not ready after {START_TIMEOUT_S:.0f} s", where=str(log_path)) from None
+        if not line:
+            raise await worker.died()
+        worker.base_url = f"http://127.0.0.1:{json.loads(line)['port']}"
+        self._watchers.append(asyncio.create_task(self._report_death(worker)))
+        return worker
+
+    async def watch(self) -> None:
+        """Returns never; raises the first death of a worker, those started meanwhile included."""
+        raise await self._deaths.get()
+
+    async def _report_death(self, worker: Worker) -> None:
+        self._deaths.put_nowait(await worker.died())
+
+
+def _tail(path: Path, lines: int = 3) -> str:
+    with path.open(encoding="utf-8", errors="replace") as log:
+        return " | ".join(line.strip() for line in deque(log, maxlen=lines)) or "it said nothing"

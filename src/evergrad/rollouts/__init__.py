@@ -1,0 +1,44 @@
+"""Runs tasks to scored rollouts and buffers them into fresh batches.
+
+Knows no engine: it is handed a ``Generate``. The walk: ``run_group`` (``run_rollout`` × size) → ``Buffer.put`` →
+``Buffer.take_batch`` → ``TrainingBatch``.
+"""
+
+from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, Ticket, keep_filled
+from evergrad.rollouts._renderer import Renderer, RendererError, extends
+from evergrad.rollouts._run import Generate, Sessions, check_training_sampling, derive_seed, run_group, run_groups, run_rollout
+from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
+from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
+from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
+from evergrad.rollouts.advantages import ESTIMATORS, estimate
+
+__all__ = [
+    "ESTIMATORS",
+    "Buffer",
+    "BufferCounts",
+    "BufferStopped",
+    "CutSamples",
+    "FakeEngine",
+    "Generate",
+    "Renderer",
+    "RendererError",
+    "RolloutWriter",
+    "Sessions",
+    "Ticket",
+    "assign_advantages",
+    "check_training_sampling",
+    "complete",
+    "cut_samples",
+    "demonstrate",
+    "derive_seed",
+    "estimate",
+    "extends",
+    "keep_filled",
+    "read_rollouts",
+    "rollout_json",
+    "run_group",
+    "run_groups",
+    "run_rollout",
+    "scripted",
+    "step_name",
+]

@@ -1,0 +1,384 @@
+"""Groups on their way from the rollouts to the trainer: how many may be under way, and what of them is still fresh.
+
+::
+
+    acquire ─▶ (a group runs) ─▶ put ─▶ queued ─▶ take_batch ─▶ TrainingBatch ─▶ … ─▶ advance
+       ▲                          └─▶ discarded, its slot free again                    │
+       └──────────────────────────── more slots ◀───────────────────────────────────────┘
+
+* ``acquire`` waits for a slot: at most ``(max_off_policy_steps + 1 + current_step) × groups_per_batch`` groups have started and
+  were not discarded. Unblocked by ``advance``, by a discard, by ``resume``.
+* ``take_batch`` waits for ``groups_per_batch`` queued groups. Unblocked by ``put``, ``finish``, ``fail``.
+* Slots bound the age of what starts; a slow group can still come late, so age is checked again, token by token, when the
+  batch is cut.
+
+``generated = trained + queued + discarded`` holds at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from evergrad.rollouts._samples import CutSamples, cut_samples, trainable
+from evergrad.rollouts.advantages import estimate
+from evergrad.types import EvergradError, Outcome, RolloutGroup, Task, TrainingBatch, Usage
+
+
+class BufferStopped(EvergradError):
+    """No further batch will come, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Leave to run one group."""
+
+    index: int
+    """Counts groups from 0 in the order of their start."""
+    policy_version: int
+    """The live version when it was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferCounts:
+    """Groups by where they are; ``generated == trained + queued + sum(discarded.values())``."""
+
+    running: int
+    generated: int
+    queued: int
+    trained: int
+    discarded: Mapping[str, int]
+    """By reason: ``faulted`` (no rollout says anything of the policy), ``uninformative``, ``over_age``."""
+    released: int
+    """Started, but never handed in."""
+
+
+class Buffer:
+    """Bounded staleness between rollouts and trainer; one event loop, any number of producers, one consumer."""
+
+    def __init__(
+        self,
+        *,
+        max_off_policy_steps: int,
+        groups_per_batch: int,
+        policy_version: int = 0,
+        estimator: str = "group_mean",
+        max_running: int | None = None,
+        total_batches: int | None = None,
+        fault_limit: float = 0.5,
+        fault_window: int = 64,
+        resamples_per_batch: int = 0,
+        flat_batches_allowed: int = 5,
+    ) -> None:
+        """
+        Args:
+            max_off_policy_steps: how many updates a token may be behind when it is trained; 0 is synchronous.
+            groups_per_batch: groups in one batch.
+            policy_version: the live version now; a resumed run gives its own, so that slots and ages start from there.
+            estimator: name of the advantage estimator.
+            max_running: groups that may run at once, besides the slots.
+            total_batches: starts no more groups than this many batches need; ``None`` for no end.
+            fault_limit: stop when a larger share of the last ``fault_window`` rollouts are environment or verifier faults.
+            resamples_per_batch: uninformative groups thrown away per batch before they are kept at zero advantage.
+            flat_batches_allowed: batches in a row without any advantage after which there is nothing to learn: stop.
+        """
+        if max_off_policy_steps < 0 or groups_per_batch < 1:
+            raise EvergradError("max_off_policy_steps must be at least 0 and groups_per_batch at least 1", where="buffer")
+        estimate(estimator, [])
+        self.max_off_policy_steps, self.groups_per_batch = max_off_policy_steps, groups_per_batch
+        self.policy_version, self.current_step = policy_version, 0
+        self.usage = Usage()
+        """Everything that was generated, discarded or not."""
+        self.outcomes: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        """Rollouts by the first words of their fault."""
+        self._estimator, self._max_running, self._total_batches = estimator, max_running, total_batches
+        self._fault_limit, self._recent = fault_limit, deque[bool](maxlen=fault_window)
+        self._resamples_per_batch, self._resampled = resamples_per_batch, 0
+        self._flat_batches_allowed, self._flat_batches = flat_batches_allowed, 0
+        self._running: set[int] = set()
+        self._queued: dict[int, RolloutGroup] = {}
+        self._started = self._generated = self._trained = self._released = 0
+        self._discarded: Counter[str] = Counter()
+        self._paused = self._finished = False
+        self._stop: EvergradError | None = None
+        self._changed = asyncio.Condition()
+
+    @property
+    def counts(self) -> BufferCounts:
+        """Where all groups are now."""
+        return BufferCounts(
+            running=len(self._running),
+            generated=self._generated,
+            queued=len(self._queued),
+            trained=self._trained,
+            discarded=dict(self._discarded),
+            released=self._released,
+        )
+
+    @property
+    def slots(self) -> int:
+        """Groups that may have started by now and not been discarded."""
+        batches = self.max_off_policy_steps + 1 + self.current_step
+        if self._total_batches is not None:
+            batches = min(batches, self._total_batches)
+        return batches * self.groups_per_batch
+
+    async def acquire(self) -> Ticket | None:
+        """Waits for leave to start a group; hand it in with :meth:`put` or give it back with :meth:`release`.
+
+        Returns:
+            ``None`` after :meth:`finish`: nothing more is to be started.
+
+        Raises:
+            BufferStopped: the buffer stopped, and why.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._stop or self._finished or self._may_start())
+            self._raise_stop()
+            if self._finished:
+                return None
+            ticket = Ticket(self._started, self.policy_version)
+            self._started += 1
+            self._running.add(ticket.index)
+            return ticket
+
+    def _may_start(self) -> bool:
+        occupied = len(self._running) + len(self._queued) + self._trained
+        room = self._max_running is None or len(self._running) < self._max_running
+        return not self._paused and room and occupied < self.slots
+
+    async def put(self, ticket: Ticket, group: RolloutGroup) -> None:
+        """Hands in a group that has run. A group that nothing can be learned from is discarded and its slot freed."""
+        async with self._changed:
+            if ticket.index not in self._running:
+                raise EvergradError(f"ticket {ticket.index} is not running", where="buffer.put")
+            self._running.discard(ticket.index)
+            self._generated += 1
+            self._count(group)
+            reason = self._useless(group)
+            if reason:
+                self._discarded[reason] += 1
+            else:
+                self._queued[ticket.index] = group
+            self._changed.notify_all()
+
+    def _count(self, group: RolloutGroup) -> None:
+        for rollout in group.rollouts:
+            self.usage += rollout.usage
+            self.outcomes[rollout.outcome.value] += 1
+            self._recent.append(not rollout.outcome.trainable)
+            if rollout.fault:
+                self.faults[_kind(rollout.fault)] += 1
+        share = sum(self._recent) / len(self._recent) if self._recent else 0.0
+        if share > self._fault_limit and len(self._recent) * 4 >= (self._recent.maxlen or 0) and self._stop is None:
+            causes = ", ".join(f"{count}× {kind}" for kind, count in self.faults.most_common(3))
+            self._stop = BufferStopped(
+                f"{share:.0%} of the last {len(self._recent)} rollouts failed for reasons that are not the model's: {causes}",
+                where="rollouts",
+                hint="fix the cause named first, then resume; the limit is fault_limit",
+            )
+
+    def _useless(self, group: RolloutGroup) -> str:
+        rewards = [float(each.reward or 0.0) for each in trainable(group)]
+        if not rewards:
+            return "faulted"
+        if self._resampled < self._resamples_per_batch and not any(estimate(self._estimator, rewards)):
+            self._resampled += 1
+            return "uninformative"
+        return ""
+
+    async def release(self, ticket: Ticket) -> None:
+        """Gives back a ticket whose group will not be handed in."""
+        async with self._changed:
+            if ticket.index in self._running:
+                self._running.discard(ticket.index)
+                self._released += 1
+                self._changed.notify_all()
+
+    async def take_batch(self, timeout_s: float = 3_600.0) -> TrainingBatch:
+        """Waits for a whole batch and cuts it: oldest groups first, over-age tokens masked and counted.
+
+        After :meth:`finish`, what is left comes as a short batch.
+
+        Raises:
+            BufferStopped: no batch will come, and why.
+            EvergradError: none came within ``timeout_s``.
+        """
+        taken: dict[int, tuple[RolloutGroup, CutSamples]] = {}
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while len(taken) < self.groups_per_batch:
+                        missing = self.groups_per_batch - len(taken)
+                        await self._changed.wait_for(lambda missing=missing: self._stop or self._ready(missing))  # type: ignore[misc]
+                        self._raise_stop()
+                        if not self._queued:
+                            break
+                        taken.update(self._cut(missing))
+            except BaseException as error:
+                self._queued.update({index: group for index, (group, _) in taken.items()})
+                if not isinstance(error, TimeoutError):
+                    raise
+                state = f"{len(self._running)} groups running, {len(self._queued)} queued of {self.groups_per_batch}"
+                raise EvergradError(f"no batch within {timeout_s:g} s: {state}", where="buffer") from error
+            if not taken:
+                raise BufferStopped("all groups have been trained", where="buffer")
+            self._trained += len(taken)
+            self._resampled = 0
+            batch = self._batch([taken[index] for index in sorted(taken)])
+            self._watch_flatness(batch)
+            self._changed.notify_all()
+            return batch
+
+    def _ready(self, missing: int) -> bool:
+        return len(self._queued) >= missing or (self._finished and not self._running)
+
+    def _cut(self, count: int) -> dict[int, tuple[RolloutGroup, CutSamples]]:
+        """Takes the ``count`` oldest queued groups; those without a token young enough are discarded."""
+        kept = {}
+        for index in sorted(self._queued)[:count]:
+            group = self._queued.pop(index)
+            cut = cut_samples(group, self._estimator, oldest_version=self.policy_version - self.max_off_policy_steps)
+            if cut.samples or not cut.over_age_tokens:
+                kept[index] = (group, cut)
+            else:
+                self._discarded["over_age"] += 1
+                self._changed.notify_all()
+        return kept
+
+    def _batch(self, taken: list[tuple[RolloutGroup, CutSamples]]) -> TrainingBatch:
+        samples = tuple(sample for _, cut in taken for sample in cut.samples)
+        valid = sum(sum(sample.loss_mask) for sample in samples)
+        return TrainingBatch(samples, valid, _metrics(taken, self.policy_version))
+
+    def _watch_flatness(self, batch: TrainingBatch) -> None:
+        self._flat_batches = 0 if batch.metrics["informative_groups"] else self._flat_batches + 1
+        if self._flat_batches > self._flat_batches_allowed and self._stop is None:
+            self._stop = BufferStopped(
+                f"{self._flat_batches} batches in a row had equal rewards within every group: nothing to learn from",
+                where=f"mean reward {batch.metrics['reward_mean']:.3f}",
+                hint="near 1 the tasks are solved: take harder ones; near 0 they are out of reach: warm-start first",
+            )
+
+    async def advance(self, policy_version: int) -> None:
+        """Tells that a step ended and which version is live now; frees the next batch's slots.
+
+        Raises:
+            EvergradError: the version went back.
+        """
+        async with self._changed:
+            if policy_version < self.policy_version:
+                raise EvergradError(f"policy version went back from {self.policy_version} to {policy_version}", where="buffer")
+            self.policy_version = policy_version
+            self.current_step += 1
+            self._changed.notify_all()
+
+    async def pause(self) -> None:
+        """No group starts until :meth:`resume`; returns when none is running any more."""
+        async with self._changed:
+            self._paused = True
+            await self._changed.wait_for(lambda: not self._running or self._stop)
+
+    async def resume(self) -> None:
+        """Ends a :meth:`pause`."""
+        async with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    async def finish(self) -> None:
+        """No group will start any more; what runs and what is queued still makes batches."""
+        async with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    async def fail(self, error: BaseException) -> None:
+        """Makes every waiting and later call raise: a producer died, and the consumer must hear of it."""
+        async with self._changed:
+            if self._stop is None:
+                stop = BufferStopped(f"the rollouts ended with {type(error).__name__}: {error}".rstrip(": "))
+                stop.__cause__ = error
+                self._stop = error if isinstance(error, EvergradError) else stop
+            self._changed.notify_all()
+
+    def _raise_stop(self) -> None:
+        if self._stop is not None:
+            raise self._stop
+
+
+async def keep_filled(buffer: Buffer, tasks: Iterator[Task], run: Callable[[Task, Ticket], Awaitable[RolloutGroup]]) -> None:
+    """Produces groups for ``buffer`` until it stops or ``tasks`` end. Whatever goes wrong reaches the buffer's consumer.
+
+    Args:
+        run: runs one group; its exceptions end the production, faults of rollouts are not exceptions.
+    """
+
+    async def one(task: Task, ticket: Ticket) -> None:
+        try:
+            await buffer.put(ticket, await run(task, ticket))
+        finally:
+            await buffer.release(ticket)
+
+    try:
+        async with asyncio.TaskGroup() as running:
+            for task in tasks:
+                ticket = await buffer.acquire()
+                if ticket is None:
+                    break
+                running.create_task(one(task, ticket))
+        await buffer.finish()
+    except* BufferStopped:
+        pass  # the consumer hears of it from the buffer itself
+    except* Exception as failed:
+        await buffer.fail(_first(failed))
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _kind(fault: str) -> str:
+    """The stable part of a fault's text, to count by."""
+    return fault[:80]
+
+
+def _standard_error(taken: list[tuple[RolloutGroup, CutSamples]]) -> float:
+    """Of the mean reward over groups: rollouts of one task are not independent, tasks are. Infinite for a single group."""
+    means = [fmean(float(each.reward or 0.0) for each in members) for group, _ in taken if (members := trainable(group))]
+    return stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("inf")
+
+
+def _metrics(taken: list[tuple[RolloutGroup, CutSamples]], policy_version: int) -> dict[str, float]:
+    """Figures of the data in one batch; each can be recomputed from the rollouts' records."""
+    everything = [rollout for group, _ in taken for rollout in group.rollouts]
+    rollouts = [rollout for rollout in everything if rollout.outcome.trainable]
+    rewards = [float(rollout.reward or 0.0) for rollout in rollouts]
+    samples = [sample for _, cut in taken for sample in cut.samples]
+    ages = [policy_version - sample.min_policy_version for sample in samples] or [0]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    sampled = sum(len(turn.completion.token_ids) for turn in turns)
+    metrics = {
+        "groups": len(taken),
+        "informative_groups": sum(any(any(sample.advantages) for sample in cut.samples) for _, cut in taken),
+        "rollouts": len(everything),
+        "reward_mean": fmean(rewards) if rewards else 0.0,
+        "reward_se": _standard_error(taken),
+        "success_mean": fmean(rollout.success for rollout in rollouts) if rollouts else 0.0,
+        "turns_mean": len(turns) / len(rollouts) if rollouts else 0.0,
+        "sampled_tokens": sampled,
+        "sampled_tokens_mean": sampled / len(rollouts) if rollouts else 0.0,
+        "samples": len(samples),
+        "staleness_mean": fmean(ages),
+        "staleness_max": max(ages),
+        "over_age_tokens": sum(cut.over_age_tokens for _, cut in taken),
+    }
+    for outcome in Outcome:
+        metrics[f"outcome_{outcome.value}"] = sum(rollout.outcome is outcome for rollout in everything)
+    for name in sorted({rollout.slice for rollout in rollouts if rollout.slice}):
+        metrics[f"reward_mean/{name}"] = fmean(float(each.reward or 0.0) for each in rollouts if each.slice == name)
+    return {key: float(value) for key, value in metrics.items()}

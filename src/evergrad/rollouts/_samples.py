@@ -1,0 +1,115 @@
+"""From scored rollouts to token sequences to learn from.
+
+A rollout's turns are joined as long as each prompt extends what came before; where one does not, it begins a sample of its own.
+Each sampled token is in exactly one sample, in the context it was sampled in, and carries its own rollout's advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evergrad.rollouts._renderer import extends
+from evergrad.rollouts.advantages import estimate
+from evergrad.types import EvergradError, Rollout, RolloutGroup, TrainingSample, Turn
+
+TRAINABLE_SOURCES = frozenset({"train", "demonstration", "live"})
+"""``eval`` rollouts measure; they never enter a gradient."""
+
+
+def assign_advantages(group: RolloutGroup, estimator: str = "group_mean") -> tuple[TrainingSample, ...]:
+    """The group's trainable rollouts as samples; faults that say nothing about the policy are left out of the baseline too.
+
+    Raises:
+        EvergradError: unknown estimator, or rollouts of an evaluation.
+    """
+    return cut_samples(group, estimator, oldest_version=None).samples
+
+
+@dataclass(frozen=True, slots=True)
+class CutSamples:
+    """The samples of one group, and how many sampled tokens were masked because they were over age."""
+
+    samples: tuple[TrainingSample, ...]
+    over_age_tokens: int
+
+
+def cut_samples(group: RolloutGroup, estimator: str, *, oldest_version: int | None) -> CutSamples:
+    """Like :func:`assign_advantages`; tokens sampled under a version before ``oldest_version`` are masked and counted.
+
+    A sample without a token left to learn from is dropped.
+    """
+    rollouts = trainable(group)
+    advantages = estimate(estimator, [float(each.reward or 0.0) for each in rollouts])
+    samples: list[TrainingSample] = []
+    over_age = 0
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        for chain in _chains(rollout.turns):
+            sample, masked = _sample(rollout, chain, advantage, oldest_version)
+            over_age += masked
+            if sample is not None:
+                samples.append(sample)
+    return CutSamples(tuple(samples), over_age)
+
+
+def trainable(group: RolloutGroup) -> list[Rollout]:
+    """The rollouts of a group that enter a baseline and a gradient.
+
+    Raises:
+        EvergradError: one of them was made to measure.
+    """
+    for rollout in group.rollouts:
+        if rollout.source not in TRAINABLE_SOURCES:
+            raise EvergradError(f"a rollout of source '{rollout.source}' cannot be trained on", where=rollout.rollout_id)
+        if rollout.temperature <= 0.0 and rollout.source != "demonstration":
+            raise EvergradError("a greedy rollout cannot be trained on", where=rollout.rollout_id)
+    if len({rollout.task_id for rollout in group.rollouts}) > 1:
+        raise EvergradError("rollouts of several tasks share a baseline", where=group.group_id)
+    return [each for each in group.rollouts if each.outcome.trainable]
+
+
+def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Runs of turns in which each prompt extends the turn before."""
+    chains: list[list[Turn]] = []
+    for turn in turns:
+        last = chains[-1][-1] if chains else None
+        if last is not None and extends(last.prompt_token_ids, last.completion, turn.prompt_token_ids):
+            chains[-1].append(turn)
+        else:
+            chains.append([turn])
+    return chains
+
+
+def _sample(
+    rollout: Rollout, chain: Sequence[Turn], advantage: float, oldest_version: int | None
+) -> tuple[TrainingSample | None, int]:
+    last = chain[-1]
+    ids = last.prompt_token_ids + last.completion.token_ids
+    mask, logprobs, advantages = [0] * len(ids), [0.0] * len(ids), [0.0] * len(ids)
+    versions: list[int] = []
+    over_age = 0
+    for turn in chain:
+        offset = len(turn.prompt_token_ids)
+        for span in turn.completion.policy_spans:
+            if oldest_version is not None and span.policy_version < oldest_version:
+                over_age += span.end - span.start
+                continue
+            if span.end > span.start:
+                versions.append(span.policy_version)
+            for position in range(span.start, span.end):
+                mask[offset + position] = 1
+                logprobs[offset + position] = turn.completion.logprobs[position]
+                advantages[offset + position] = advantage
+    if not versions:
+        return None, over_age
+    sample = TrainingSample(
+        token_ids=ids,
+        loss_mask=tuple(mask),
+        logprobs=tuple(logprobs),
+        advantages=tuple(advantages),
+        min_policy_version=min(versions),
+        max_policy_version=max(versions),
+        temperature=rollout.temperature,
+        rollout_id=rollout.rollout_id,
+    )
+    return sample, over_age

@@ -1,0 +1,124 @@
+"""Rollouts on disk: one JSONL file a step, readable while it is written, under its own name once it is complete."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from evergrad.types import EvergradError, Rollout
+
+PARTIAL = ".partial"
+
+
+class RolloutWriter:
+    """Appends rollouts to ``folder/step-XXXXXX.jsonl.partial`` and renames it when its step is complete.
+
+    A file of the same step that an interrupted run left is begun anew.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._file: IO[str] | None = None
+        self._step: int | None = None
+
+    def write(self, step: int, rollout: Rollout) -> None:
+        """Adds one line, flushed, so that a reader sees it at once.
+
+        Raises:
+            EvergradError: the disk refuses, e.g. because it is full.
+        """
+        try:
+            if step != self._step:
+                self._begin(step)
+            assert self._file is not None
+            self._file.write(rollout_json(rollout) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def complete(self, step: int) -> Path:
+        """Closes the step's file and gives it its own name; a step without rollouts gets an empty file.
+
+        Raises:
+            EvergradError: the disk refuses.
+        """
+        final = self.folder / step_name(step)
+        try:
+            if step != self._step:
+                self._begin(step)
+            assert self._file is not None
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.close()
+            os.replace(final.with_name(final.name + PARTIAL), final)
+        except OSError as error:
+            raise self._refused(error) from error
+        return final
+
+    def close(self) -> None:
+        """Leaves what is written so far as a partial file."""
+        file, self._file, self._step = self._file, None, None
+        if file is not None:
+            file.close()
+
+    def _begin(self, step: int) -> None:
+        self.close()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.folder / (step_name(step) + PARTIAL), "w", encoding="utf-8")  # noqa: SIM115 (kept open)
+        self._step = step
+
+    def _refused(self, error: OSError) -> EvergradError:
+        what = f"rollouts cannot be written: {error.strerror or error}"
+        return EvergradError(what, where=str(self.folder), hint="free disk space, then resume")
+
+
+def step_name(step: int) -> str:
+    """
+    >>> step_name(7)
+    'step-000007.jsonl'
+    """
+    return f"step-{step:06d}.jsonl"
+
+
+def rollout_json(rollout: Rollout) -> str:
+    """One line of strict JSON; a number that is not finite is written as the string ``"NaN"`` or ``"Infinity"``."""
+    record = asdict(rollout)
+    record["success"] = rollout.success
+    try:
+        return json.dumps(record, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_strict(record), allow_nan=False, separators=(",", ":"))
+
+
+def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The records of one file, partial or complete; a last line that is still being written is left out.
+
+    Raises:
+        EvergradError: no such file, or a whole line that is no JSON.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise EvergradError("no such rollouts file", where=str(path))
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise EvergradError(f"not a rollout: {error}", where=f"{path}:{number}") from error
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _strict(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(each) for each in value]
+    return value

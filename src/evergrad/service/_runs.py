@@ -1,0 +1,63 @@
+"""Finds a run's folder, and reads the plain files in it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from evergrad.config import nearest
+from evergrad.types import EvergradError, InputError
+
+RUNS = Path("runs")
+REGISTRY, LEDGER = "registry.sqlite", "ledger.sqlite"
+
+
+def find_run(folder: Path | None, *, root: Path = RUNS) -> Path:
+    """``folder`` if it holds a run, or the newest run under ``root``.
+
+    Raises:
+        InputError: no such folder, or it holds no run; names the runs that there are.
+    """
+    runs = _runs_under(root)
+    if folder is None:
+        if not runs:
+            raise InputError(
+                "no run yet", where=f"{root}/", hint="start one with 'evergrad run CONFIG.toml', or name one with --run DIR"
+            )
+        return max(runs, key=_last_change)
+    if (folder / REGISTRY).is_file():
+        return folder
+    what = "the folder holds no run" if folder.is_dir() else "run folder not found"
+    names = [str(run) for run in runs]
+    raise InputError(what, where=str(folder), hint=nearest(str(folder), names) if names else "start one with 'evergrad run'")
+
+
+def run_config(run: Path) -> dict[str, Any]:
+    """The run's resolved configuration, as plain data.
+
+    Raises:
+        EvergradError: the file is missing or broken.
+    """
+    path = run / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EvergradError("the run has no config.toml", where=str(run)) from None
+    except ValueError as error:
+        raise EvergradError(f"not valid TOML: {error}", where=str(path)) from error
+
+
+def rollout_files(run: Path) -> list[Path]:
+    """The run's rollout files, oldest first, the one still being written included."""
+    folder = run / "rollouts"
+    files = [*folder.glob("*.jsonl"), *folder.glob("*.jsonl.partial")] if folder.is_dir() else []
+    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def _runs_under(root: Path) -> list[Path]:
+    return sorted(path.parent for path in root.glob(f"*/{REGISTRY}")) if root.is_dir() else []
+
+
+def _last_change(run: Path) -> int:
+    return max(path.stat().st_mtime_ns for path in run.iterdir() if path.is_file())

@@ -1,0 +1,270 @@
+"""The command ``evergrad``.
+
+Commands are thin: each imports what it needs when it runs, so that ``evergrad --help`` loads neither torch nor a server and
+answers at once. What goes wrong becomes one line and an exit code in ``_edge.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evergrad.service._edge import guarded
+
+app = typer.Typer(
+    name="evergrad",
+    help="Keeps an open-weights agent in training for as long as it serves, and puts a price on every step.",
+    no_args_is_help=False,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+env_app = typer.Typer(name="env", help="Environments: list them, and test one before it is trained on.")
+model_app = typer.Typer(name="model", help="Model versions of a run: list, show, promote, roll back.")
+rollouts_app = typer.Typer(name="rollouts", help="Rollouts of a run, token by token.")
+app.add_typer(env_app)
+app.add_typer(model_app)
+app.add_typer(rollouts_app)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the run (TOML).", show_default=False)]
+
+
+def _overrides(what: str, example: str) -> Any:
+    return typer.Option(
+        "--set", metavar="KEY=VALUE", help=f"Override {what}, such as {example}; repeatable.", show_default=False
+    )
+
+
+Overrides = Annotated[list[str] | None, _overrides("a key", "--set learn.rl.steps=20")]
+Settings = Annotated[list[str] | None, _overrides("a setting of the environment", "--set contract=v2")]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Run folder; by default runs/NAME.", show_default=False)
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="DIR", help="Run folder; by default the newest one under ./runs.", show_default=False),
+]
+Alias = Annotated[str, typer.Option("--alias", metavar="NAME", help="The alias.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Goes on record.", show_default=False)]
+VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, or an alias.", show_default=False)]
+OptionalVersion = Annotated[str, typer.Argument(metavar="[VERSION]", help="Version id, or an alias.")]
+
+
+ONCE = ("budget.cycles=1", "watch.requests=0", "traffic.changes=[]")
+"""What makes one training of a whole run: the first cycle, without customers."""
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; also after the command.")] = False,
+) -> None:
+    # --debug is taken off the command line before it is parsed, so that it may stand anywhere; here it has its line in --help.
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"evergrad {version_of('evergrad')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+# ── Running ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+def run(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
+    """Turn the loop: train, evaluate, gate, promote, serve, watch, until the budget ends.
+
+    In a folder that holds an unfinished run of the same configuration, go on from where it was.
+    """
+    _turn(config, set_ or [], run_dir)
+
+
+@app.command()
+def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
+    """Train once: warm start and reinforcement learning, then measure and rule; no live traffic, no second cycle."""
+    _turn(config, [*(set_ or []), *ONCE], run_dir)
+
+
+def _turn(config: Path, overrides: list[str], run_dir: Path | None) -> None:
+    from evergrad.loop import run_loop
+
+    try:
+        folder = run_loop(config, overrides, run_dir)
+    except KeyboardInterrupt:
+        typer.echo("the same command goes on from where it was", err=True)
+        raise
+    typer.echo(f"report: {folder / 'report.html'}")
+
+
+@app.command("eval")
+def eval_(
+    version: OptionalVersion = "production",
+    run: RunFolder = None,
+    n: Annotated[int, typer.Option("-n", "--tasks", min=1, help="Number of tasks.")] = 96,
+    split: Annotated[
+        str, typer.Option("--split", metavar="NAME", help="heldout, gate or train. Looking at the gate wears it out.")
+    ] = "heldout",
+    set_: Settings = None,
+    seed: Annotated[int, typer.Option("--seed", help="Which tasks of the split are drawn.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a version on tasks that training never saw: success with its interval, by slice and outcome."""
+    from evergrad.service._evaluating import evaluate_version
+    from evergrad.service._runs import find_run
+
+    evaluate_version(find_run(run), version, tasks=n, split=split, overrides=set_ or [], seed=seed, as_json=as_json)
+
+
+@app.command()
+def serve(
+    run: RunFolder = None,
+    alias: Alias = "production",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")] = 8000,
+) -> None:
+    """Serve what an alias points at through OpenAI's API, and follow the alias when it moves."""
+    from evergrad.service._runs import find_run
+    from evergrad.service._serving import serve_alias
+
+    raise typer.Exit(serve_alias(find_run(run), alias, port))
+
+
+# ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@env_app.command("list")
+def env_list() -> None:
+    """List the built-in environments and what they ask of an agent."""
+    from evergrad.service._environments import list_environments
+
+    list_environments()
+
+
+@env_app.command("test")
+def env_test(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name, or path of a .py file.", show_default=False)],
+    set_: Settings = None,
+    n: Annotated[int, typer.Option("-n", "--tasks", min=1, help="Tasks to try.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Which tasks are drawn.")] = 0,
+) -> None:
+    """Try an environment's rewards before a model is trained on them: gold passes, junk does not, twice is the same."""
+    from evergrad.service._environments import try_environment
+
+    raise typer.Exit(try_environment(name, set_ or [], n=n, seed=seed))
+
+
+@model_app.command("list")
+def model_list(run: RunFolder = None, as_json: AsJson = False) -> None:
+    """List the versions of a run, their parents, and the aliases that point at them."""
+    from evergrad.service._models import list_versions
+    from evergrad.service._runs import find_run
+
+    list_versions(find_run(run), as_json=as_json)
+
+
+@model_app.command("show")
+def model_show(version: OptionalVersion = "production", run: RunFolder = None, as_json: AsJson = False) -> None:
+    """Show one version: where its weights are, its lineage, and how aliases came to it."""
+    from evergrad.service._models import show_version
+    from evergrad.service._runs import find_run
+
+    show_version(find_run(run), version, as_json=as_json)
+
+
+@model_app.command("promote")
+def model_promote(version: VersionArgument, run: RunFolder = None, alias: Alias = "production", reason: Reason = "") -> None:
+    """Point an alias at a version by hand; the registry records that no gate ruled on it."""
+    from evergrad.service._models import promote_by_hand
+    from evergrad.service._runs import find_run
+
+    promote_by_hand(find_run(run), version, alias, reason)
+
+
+@model_app.command("rollback")
+def model_rollback(
+    alias: Annotated[str, typer.Argument(metavar="[ALIAS]", help="The alias.")] = "production",
+    run: RunFolder = None,
+    reason: Reason = "",
+) -> None:
+    """Point an alias at the version that it served before; a running `serve` follows within a second or two."""
+    from evergrad.service._models import roll_back
+    from evergrad.service._runs import find_run
+
+    roll_back(find_run(run), alias, reason)
+
+
+@rollouts_app.command("show")
+def rollouts_show(
+    rollout: Annotated[
+        str | None, typer.Argument(metavar="[ROLLOUT]", help="Rollout id; the last ones when absent.", show_default=False)
+    ] = None,
+    run: RunFolder = None,
+    n: Annotated[int, typer.Option("-n", "--last", min=1, help="How many of the last ones.")] = 3,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="NAME", help="Only train, eval, demonstration or live.", show_default=False),
+    ] = None,
+    outcome: Annotated[
+        str | None,
+        typer.Option(
+            "--outcome",
+            metavar="NAME",
+            help="Only scored, policy_fault, environment_fault or verifier_fault.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Shade each sampled token by its log-probability.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show rollouts turn by turn: what the model was shown, what it sampled, and what that was worth.
+
+    Works while the run goes on.
+    """
+    from evergrad.service._rollouts import show_rollouts
+    from evergrad.service._runs import find_run
+
+    show_rollouts(find_run(run), rollout, last=n, source=source, outcome=outcome, tokens=tokens, as_json=as_json)
+
+
+@app.command()
+def cost(run: RunFolder = None, as_json: AsJson = False) -> None:
+    """Show what a run has cost by phase, per million tokens and per success."""
+    from evergrad.service._costs import show_costs
+    from evergrad.service._runs import find_run
+
+    show_costs(find_run(run), as_json=as_json)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine and this installation; exit 1 when something would fail."""
+    from evergrad.service._doctor import examine
+
+    raise typer.Exit(examine())
+
+
+def main() -> None:
+    """Entry point of the command; ends the process with the exit code."""
+    sys.exit(command(sys.argv[1:]))
+
+
+def command(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code; errors go to standard error."""
+    debug = "--debug" in arguments or bool(os.environ.get("EVERGRAD_DEBUG"))
+    rest = [argument for argument in arguments if argument != "--debug"]
+
+    def call() -> Any:
+        return app(args=rest, prog_name="evergrad", standalone_mode=False)
+
+    return guarded(call, debug=debug)
+
+
+if __name__ == "__main__":
+    main()

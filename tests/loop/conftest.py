@@ -1,0 +1,107 @@
+"""Whole runs on the tiny model: configurations, and a way to start ``evergrad run`` as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+LETTERS = Path(__file__).parents[2] / "examples" / "letters.py"
+
+TINY_RUN = f"""
+name = "t"
+model = "tiny"
+seed = 5
+
+[environment]
+name = "{LETTERS}"
+
+[placement]
+threads = 1
+
+[learn.warm_start]
+demonstrations = 96
+batch_size = 8
+settings = {{ difficulty = "easy" }}
+lr = 1e-2
+
+[learn.rl]
+steps = 3
+groups_per_step = 4
+group_size = 4
+lr = 1e-3
+
+[trainer]
+method = "full"
+
+[eval]
+n = 12
+
+[gate]
+min_n = 12
+
+[watch]
+requests = 4
+"""
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY_RUN)
+    return path
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Starts the command line in a process of its own; whatever is left of it at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str, **options: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "evergrad.service.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            **options,  # type: ignore[arg-type]
+        )
+        started.append(process)
+        return process
+
+    yield run  # type: ignore[misc]
+    for process in started:
+        for child in workers(process.pid):
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def workers(pid: int) -> list[psutil.Process]:
+    """The children of a controller that are engines or trainers."""
+    try:
+        children = psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if "evergrad." in " ".join(_command(child))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def worker(pid: int, module: str) -> psutil.Process | None:
+    """The first child that runs ``module``."""
+    return next((child for child in workers(pid) if module in _command(child)), None)

@@ -1,0 +1,134 @@
+"""A run that is killed, whoever of it and whenever, ends with the weights of a run that was left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.loop.conftest import Start, worker, workers
+
+PATIENCE_S = 240.0
+"""Of a wait inside a test; only a hang takes so long."""
+
+
+def weights_hash(run: Path) -> str:
+    """Over every bit of the final candidate's tensors; a file's header may order its notes as it likes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(run / "versions" / "t-c1-rl" / "model.safetensors").items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Final weights of the run that nobody disturbs, filled by the first test that needs them."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(alone: dict[str, str], tiny_config: Path, start: Start) -> str:
+    if not alone:
+        run = tiny_config.parent / "alone"
+        finish(start("run", str(tiny_config), "--run-dir", str(run)))
+        alone["weights"] = weights_hash(run)
+    return alone["weights"]
+
+
+def wait_for(moment: str, run: Path, process: subprocess.Popen[str]) -> None:
+    """Returns when the run has come to a moment of its second RL step (or warm start)."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        if reached(moment, run):
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"the run never came to {moment}")
+
+
+def reached(moment: str, run: Path) -> bool:
+    if moment == "warm start":
+        return (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0
+    if moment == "rollouts":
+        return (run / "rollouts" / "step-000001.jsonl.partial").exists()
+    if moment == "training":
+        partial = run / "rollouts" / "step-000001.jsonl.partial"
+        return partial.exists() and partial.read_text().count("\n") >= 16
+    return any((run / "checkpoints").glob("*learn-00002*")) or any((run / "checkpoints").glob(".*learn-00002*"))
+
+
+@pytest.mark.parametrize("moment", ["rollouts", "training", "saving"])
+@pytest.mark.parametrize("victim", ["controller", "evergrad.inference", "evergrad.training"])
+def test_killed_and_resumed_equals_left_alone(
+    undisturbed: str, tiny_config: Path, start: Start, victim: str, moment: str
+) -> None:
+    run = tiny_config.parent / "killed"
+    process = start("run", str(tiny_config), "--run-dir", str(run))
+    wait_for(moment, run, process)
+    children = workers(process.pid)
+    if victim == "controller":
+        process.kill()
+        process.wait()
+        psutil.wait_procs(children, timeout=15)
+        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+        finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    else:
+        child = worker(process.pid, victim)
+        assert child is not None
+        os.kill(child.pid, signal.SIGKILL)
+        assert "died (signal 9)" in finish(process)
+    assert weights_hash(run) == undisturbed
+    assert_whole(run)
+    learned = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any(step["informative_groups"] for step in learned if step["kind"] == "rl"), "nothing was learned: proves nothing"
+
+
+def assert_whole(run: Path) -> None:
+    """Nothing half-written is left, and no task was trained on twice."""
+    assert not list(run.rglob("*.tmp")), list(run.rglob("*.tmp"))
+    assert not list(run.glob("rollouts/*.partial"))
+    trained = Counter()
+    for path in sorted(run.glob("rollouts/step-*.jsonl")):
+        trained.update({json.loads(line)["task_id"] for line in path.read_text().splitlines()})
+    assert len(trained) == 12
+    assert set(trained.values()) == {1}
+    json.loads((run / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in report.json"))
+
+
+def test_ctrl_c_stops_all_and_goes_on_later(undisturbed: str, tiny_config: Path, start: Start) -> None:
+    run = tiny_config.parent / "interrupted"
+    process = start("run", str(tiny_config), "--run-dir", str(run))
+    wait_for("rollouts", run, process)
+    children = workers(process.pid)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    psutil.wait_procs(children, timeout=15)
+    assert not any(child.is_running() for child in children)
+    finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    assert weights_hash(run) == undisturbed
+
+
+def test_a_finished_run_starts_nothing(tiny_config: Path, start: Start) -> None:
+    run = tiny_config.parent / "finished"
+    config = tiny_config.read_text().replace("steps = 3", "steps = 1")
+    tiny_config.write_text(config)
+    finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    before = {path: path.stat().st_mtime_ns for path in run.glob("versions/*/*")}
+    assert "finished" in finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    assert {path: path.stat().st_mtime_ns for path in run.glob("versions/*/*")} == before

@@ -1,0 +1,154 @@
+"""From groups to samples: whose advantage, which tokens, how old."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evergrad.rollouts import ESTIMATORS, assign_advantages, cut_samples, estimate
+from evergrad.types import (
+    Completion,
+    EvergradError,
+    FinishReason,
+    Outcome,
+    PolicySpan,
+    Rollout,
+    RolloutGroup,
+    TrainingSample,
+    Turn,
+    Usage,
+)
+
+
+def turn(prompt: tuple[int, ...], ids: tuple[int, ...], spans: tuple[PolicySpan, ...] | None = None) -> Turn:
+    logprobs = tuple(-float(each) / 100 for each in ids)
+    spans = spans or (PolicySpan(0, 0, len(ids)),)
+    return Turn((), prompt, Completion(ids, logprobs, FinishReason.STOP, spans, Usage(len(prompt), 0, len(ids))))
+
+
+def rollout(
+    name: str, turns: tuple[Turn, ...], reward: float | None, outcome: Outcome = Outcome.SCORED, task: str = "t"
+) -> Rollout:
+    return Rollout(name, "g", task, turns, outcome, reward)
+
+
+def advantages_of(samples: tuple[TrainingSample, ...], name: str) -> set[float]:
+    return {
+        value
+        for sample in samples
+        if sample.rollout_id == name
+        for value, mask in zip(sample.advantages, sample.loss_mask, strict=True)
+        if mask
+    }
+
+
+def test_turns_of_uneven_length_all_carry_their_own_rollouts_advantage() -> None:
+    chain = (turn((1, 2), (11, 12)), turn((1, 2, 11, 12, 3), tuple(range(20, 27))))
+    third = turn((*chain[-1].prompt_token_ids, *chain[-1].completion.token_ids, 4), (31, 32, 33))
+    group = RolloutGroup("g", (rollout("a", (*chain, third), 1.0), rollout("b", (turn((1, 2), (13,)),), 0.0)))
+    samples = assign_advantages(group)
+    assert len(samples) == 2
+    assert advantages_of(samples, "a") == {0.5}
+    assert advantages_of(samples, "b") == {-0.5}
+    first = samples[0]
+    assert sum(first.loss_mask) == 2 + 7 + 3
+    trained = [token for token, mask in zip(first.token_ids, first.loss_mask, strict=True) if mask]
+    assert trained == [11, 12, *range(20, 27), 31, 32, 33]
+    assert [-value * 100 for value, mask in zip(first.logprobs, first.loss_mask, strict=True) if mask] == pytest.approx(trained)
+
+
+def test_faults_that_say_nothing_of_the_policy_stay_out_of_baseline_and_gradient() -> None:
+    one = (turn((1,), (2,)),)
+    group = RolloutGroup(
+        "g",
+        (
+            rollout("a", one, 1.0),
+            rollout("b", one, 0.0, Outcome.POLICY_FAULT),
+            rollout("c", one, None, Outcome.ENVIRONMENT_FAULT),
+            rollout("d", one, None, Outcome.VERIFIER_FAULT),
+        ),
+    )
+    samples = assign_advantages(group)
+    assert [sample.rollout_id for sample in samples] == ["a", "b"]
+    assert advantages_of(samples, "a") == {0.5}
+    assert advantages_of(samples, "b") == {-0.5}
+
+
+def test_rollouts_made_to_measure_or_of_other_tasks_are_refused() -> None:
+    one = (turn((1,), (2,)),)
+    measured = Rollout("a", "g", "t", one, Outcome.SCORED, 1.0, source="eval")
+    greedy = Rollout("a", "g", "t", one, Outcome.SCORED, 1.0, source="live", temperature=0.0)
+    with pytest.raises(EvergradError, match="'eval' cannot be trained on"):
+        assign_advantages(RolloutGroup("g", (measured,)))
+    with pytest.raises(EvergradError, match="greedy"):
+        assign_advantages(RolloutGroup("g", (greedy,)))
+    mixed = RolloutGroup("g", (rollout("a", one, 1.0, task="t"), rollout("b", one, 0.0, task="u")))
+    with pytest.raises(EvergradError, match="several tasks"):
+        assign_advantages(mixed)
+
+
+def test_over_age_tokens_are_masked_one_by_one_and_counted() -> None:
+    spans = (PolicySpan(3, 0, 2), PolicySpan(4, 2, 5))
+    group = RolloutGroup("g", (rollout("a", (turn((1,), (2, 3, 4, 5, 6), spans),), 1.0),))
+    cut = cut_samples(group, "constant", oldest_version=4)
+    (sample,) = cut.samples
+    assert cut.over_age_tokens == 2
+    assert sample.loss_mask == (0, 0, 0, 1, 1, 1)
+    assert sample.logprobs[:3] == sample.advantages[:3] == (0.0, 0.0, 0.0)
+    assert (sample.min_policy_version, sample.max_policy_version) == (4, 4)
+    assert cut_samples(group, "constant", oldest_version=5).samples == ()
+    whole = cut_samples(group, "constant", oldest_version=3).samples[0]
+    assert (whole.min_policy_version, whole.max_policy_version) == (3, 4)
+
+
+def test_near_equal_rewards_have_no_advantage_and_a_lone_winner_a_sane_one() -> None:
+    for name in ("group_mean", "group_normalized"):
+        assert estimate(name, [0.35] * 8) == [0.0] * 8
+        residue = [0.35, 0.1 + 0.25, 0.7 / 2, 0.05 * 7, 0.35, 0.35, 1.05 / 3, 0.35 + 1e-16]
+        assert estimate(name, residue) == [0.0] * 8
+        lone = estimate(name, [0.35] * 7 + [0.95])
+        assert max(abs(each) for each in lone) < 10
+        assert lone[-1] > 0 > lone[0]
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@given(rewards=st.lists(st.floats(-1e6, 1e6), max_size=64))
+def test_any_finite_rewards_give_finite_bounded_advantages(name: str, rewards: list[float]) -> None:
+    advantages = estimate(name, rewards)
+    assert len(advantages) == len(rewards)
+    assert all(math.isfinite(each) for each in advantages)
+    if name == "group_mean" and rewards:
+        assert abs(math.fsum(advantages)) <= 1e-6 * max(1.0, max(abs(each) for each in rewards)) * len(rewards)
+    if name == "group_normalized":
+        assert all(abs(each) <= math.sqrt(len(rewards)) * (1 + 1e-6) for each in advantages)
+
+
+def test_an_unknown_estimator_names_the_nearest() -> None:
+    with pytest.raises(EvergradError, match="did you mean 'group_mean'"):
+        estimate("group_men", [1.0])
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), min_size=1, max_size=5),
+)
+def test_each_sampled_token_is_in_exactly_one_sample(lengths: list[tuple[int, int, bool]]) -> None:
+    """Turns of any lengths, some extending what came before, some not: every sampled id is trained once, in its context."""
+    turns: list[Turn] = []
+    next_id, context = 100, ()
+    for shown, said, extends_ in lengths:
+        context = (*(context if extends_ else ()), *range(next_id, next_id + shown))
+        ids = tuple(range(next_id + shown, next_id + shown + said))
+        next_id += shown + said
+        turns.append(turn(context, ids))
+        context += ids
+    samples = assign_advantages(RolloutGroup("g", (rollout("a", tuple(turns), 1.0),)), "constant")
+    trained = sorted(
+        token for sample in samples for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask
+    )
+    assert trained == sorted(token for each in turns for token in each.completion.token_ids)
+    for each in turns:
+        whole = each.prompt_token_ids + each.completion.token_ids
+        assert any(sample.token_ids[: len(whole)] == whole for sample in samples)

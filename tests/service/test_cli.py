@@ -1,0 +1,291 @@
+"""The command line: what it prints for a run folder, and one clear line with a code for everything that goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evergrad.config import load_config
+from evergrad.loop.config import RunConfig
+from evergrad.registry import Registry
+from evergrad.service._edge import explain
+from evergrad.service.cli import ONCE, command
+from evergrad.types import EvergradError, InputError
+
+Cli = Callable[..., "Result"]
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def error(self) -> str:
+        """The one line on standard error; nothing else may stand there."""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*arguments: str) -> Result:
+        capsys.readouterr()
+        code = command(list(arguments))
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+# ── Errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["rnu"], "did you mean 'run'?"),
+        (["model", "pormote"], "did you mean 'promote'?"),
+        (["run", "x.toml", "--sett", "a=1"], "did you mean '--set'?"),
+        (["serve", "--prot", "1"], "did you mean '--port'?"),
+        (["serve", "--port", "eighty"], "--port"),
+        (["serve", "--port", "99999"], "--port"),
+        (["run"], "'CONFIG'"),
+        (["rollouts", "show", "-n"], "-n"),
+        (["model", "list", "--run", "runs/dmeo"], "did you mean 'runs/demo'?"),
+        (["rollouts", "show", "--outcome", "scord"], "did you mean 'scored'?"),
+        (["rollouts", "show", "--source", "trian"], "did you mean 'train'?"),
+        (["rollouts", "show", "r-44"], "did you mean 'r-4'?"),
+        (["serve", "--alias", "prodcution"], "aliases there: production"),
+        (["eval", "--split", "gates"], "did you mean 'gate'?"),
+        (["env", "test", "suport_desk"], "did you mean 'support_desk'?"),
+        (["env", "test", "nowhere.py"], "nowhere.py"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_what_exists(cli: Cli, run: Path, arguments: list[str], names: str) -> None:
+    result = cli(*arguments)
+    assert names in result.error()
+    assert "Next: " in result.err
+    assert result.out == ""
+    assert result.code == 2
+
+
+GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "names"),
+    [
+        (GOOD.replace("model", "modle"), [], "unknown key 'modle': did you mean 'model'?"),
+        (GOOD + "[learn.rl]\nstep = 3\n", [], "unknown key 'learn.rl.step': did you mean 'steps'?"),
+        (GOOD + "[learn.rl\n", [], "not valid TOML"),
+        (GOOD, ["--set", "learn.rl.grup_size=4"], "did you mean 'group_size'?"),
+        (GOOD, ["--set", "learn.rl.advantage=group_maen"], "did you mean 'group_mean'?"),
+        (GOOD, ["--set", "learn.rl.loss.name=policy_gradeint"], "did you mean 'policy_gradient'?"),
+        (GOOD, ["--set", "learn.rl.steps"], "is not key=value"),
+        (GOOD, ["--set", "learn.rl.steps=many"], "learn.rl.steps"),
+        (GOOD, ["--set", "budget.usd=0"], "budget.usd"),
+        (GOOD, ["--set", "budget.cycles=0"], "budget.cycles"),
+        (GOOD, ["--set", "learn.rl.group_size=1"], "group_size"),
+        (GOOD, ["--set", "environment.name=suport_desk"], "did you mean 'support_desk'?"),
+        (GOOD, ["--set", "environment.name=broken.py"], "environment raised at import: ZeroDivisionError"),
+        (GOOD, ["--set", "environment.settings.dificulty=easy"], "did you mean 'difficulty'?"),
+        (GOOD, ["--set", 'traffic.changes=[{after_cycle=1,settings={contract="v9"}}]'], "has no contract 'v9'"),
+        (GOOD, ["--set", "learn.warm_start.settings.dificulty=easy"], "did you mean 'difficulty'?"),
+        (GOOD, ["--set", "model=tinny"], "did you mean 'tiny'?"),
+        (GOOD, ["--set", "model=./empty"], "empty"),
+        (None, [], "configuration file not found"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_anything_is_written(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, words: list[str], names: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    if text is not None:
+        (tmp_path / "my.toml").write_text(text)
+    result = cli("run", "my.toml", *words)
+    assert names in result.error()
+    assert result.code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_is_the_first_cycle_of_the_same_configuration() -> None:
+    config = load_config(RunConfig, Path(__file__).parents[2] / "examples" / "demo.toml", ONCE)
+    assert config.budget.cycles == 1
+    assert config.watch.requests == 0
+    assert config.traffic.changes == []
+
+
+def test_no_run_yet_says_how_to_start_one(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = cli("cost")
+    assert "no run yet" in result.error()
+    assert "evergrad run CONFIG.toml" in result.err
+    assert result.code == 2
+
+
+def test_a_folder_that_is_no_run_is_left_alone(cli: Cli, tmp_path: Path) -> None:
+    assert cli("model", "list", "--run", str(tmp_path)).code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_version_is_named(cli: Cli, run: Path) -> None:
+    result = cli("model", "show", "demo-c1-lr")
+    assert "did you mean 'demo-c1-rl'?" in result.error()
+    assert result.code != 0
+
+
+@pytest.mark.parametrize("place", [["--debug", "model", "list"], ["model", "list", "--debug"]])
+def test_traceback_only_with_debug(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "Traceback" in cli(*place).err
+    assert "Traceback" not in cli(*(word for word in place if word != "--debug")).err
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [
+        (InputError("a\nb", where="c", hint="d"), "a b (c). Next: d", 2),
+        (EvergradError("it broke"), "it broke", 1),
+        (ExceptionGroup("tasks", [ExceptionGroup("more", [EvergradError("the engine died")])]), "the engine died", 1),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/x"),
+            "No space left on device (runs/x). Next: free some space",
+            1,
+        ),
+        (KeyboardInterrupt(), "interrupted", 130),
+        (KeyError("reward"), "KeyError: 'reward'. Next: run it again with --debug", 1),
+        (EvergradError("a model said \x1b[2J"), "a model said \\x1b[2J", 1),
+    ],
+)
+def test_every_failure_is_one_line_and_a_code(error: BaseException, line: str, code: int) -> None:
+    told = explain(error)
+    assert told[0].startswith(line)
+    assert "\n" not in told[0]
+    assert told[1] == code
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(run: Path) -> None:
+    shell = f"set -o pipefail; {sys.executable} -m evergrad.service.cli rollouts show -n 6 | head -n 1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr == ""
+    assert "r-0" in done.stdout
+
+
+# ── Looking at a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_versions_with_their_parents_and_aliases(cli: Cli, run: Path) -> None:
+    lines = cli("model", "list").out.splitlines()
+    assert re.search(r"demo-c1-sft +– +1 ", lines[1])
+    assert re.search(r"demo-c1-rl +demo-c1-sft +12 .*production", lines[2])
+    data = json.loads(cli("model", "list", "--json").out)
+    assert [version["aliases"] for version in data] == [[], ["production"]]
+
+
+def test_one_version_with_its_lineage_and_the_gates_word(cli: Cli, run: Path) -> None:
+    out = cli("model", "show").out
+    assert "demo-c1-rl ← demo-c1-sft" in out
+    assert "against demo-c1-sft: 46 wins, 1 loss of 96 pairs" in out
+    assert json.loads(cli("model", "show", "--json").out)["verdicts"][0]["evidence"] == {"p_value": 1e-12}
+
+
+def test_rollback_and_promotion_by_hand_are_on_record(cli: Cli, run: Path) -> None:
+    assert cli("model", "rollback", "--reason", "it was rude").out == "production: demo-c1-rl → demo-c1-sft\n"
+    again = cli("model", "rollback")
+    assert "no predecessor" in again.error()
+    assert again.code != 0
+    # The verdict of the gate still fits, for it compared with what is served now: it is the one on record.
+    assert "by hand" not in cli("model", "promote", "demo-c1-rl").out
+    assert cli("model", "promote", "demo-c1-sft", "--reason", "drill").code == 0
+    with Registry(run / "registry.sqlite") as registry:
+        moves = registry.history("production")
+    assert [(move.action, move.version_id) for move in moves] == [
+        ("bootstrap", "demo-c1-sft"),
+        ("promote", "demo-c1-rl"),
+        ("rollback", "demo-c1-sft"),
+        ("promote", "demo-c1-rl"),
+        ("promote", "demo-c1-sft"),
+    ]
+    assert moves[2].reason == "it was rude"
+    assert moves[4].reason == "by hand, without the gate: drill"
+
+
+def test_the_newest_run_is_taken(cli: Cli, run: Path) -> None:
+    newer = Path("runs/newer")
+    Registry(newer / "registry.sqlite").close()
+    assert "No version yet in runs/newer" in cli("model", "list").out
+    later = time.time() + 60
+    import os
+
+    os.utime(run / "registry.sqlite", (later, later))
+    assert "demo-c1-rl" in cli("model", "list").out
+    assert "No version yet" in cli("model", "list", "--run", str(newer)).out
+
+
+def test_rollouts_of_files_still_being_written(cli: Cli, run: Path) -> None:
+    with (run / "rollouts" / "step-000001.jsonl.partial").open("a") as file:
+        file.write('{"rollout_id": "r-half')
+    out = cli("rollouts", "show", "-n", "3").out
+    assert re.findall(r"r-\d+", out) == ["r-3", "r-4", "r-5"]
+    assert "fault: ConnectionError: gone" in out
+    assert "policy version 4" in out
+    assert "reward 1" in out
+
+
+def test_rollouts_are_chosen_by_source_outcome_and_id(cli: Cli, run: Path) -> None:
+    assert re.findall(r"r-\d+", cli("rollouts", "show", "--source", "live").out) == ["r-4"]
+    assert re.findall(r"r-\d+", cli("rollouts", "show", "--outcome", "environment_fault").out) == ["r-5"]
+    assert [each["rollout_id"] for each in json.loads(cli("rollouts", "show", "r-2", "--json").out)] == ["r-2"]
+    empty = cli("rollouts", "show", "--source", "eval")
+    assert "no rollout fits" in empty.error()
+
+
+def test_nothing_a_model_wrote_reaches_the_terminal_raw(cli: Cli, run: Path) -> None:
+    out = cli("rollouts", "show", "r-4").out
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out)
+    assert "[bold]not bold[/bold]" in out
+    assert "\\x1b]0;owned" in out
+
+
+def test_tokens_are_shown_one_by_one_as_sampled(cli: Cli, run: Path) -> None:
+    out = cli("rollouts", "show", "r-1", "--tokens").out
+    assert out.count("│") == 3
+    assert "log-probability" in out
+
+
+def test_environments_are_listed_with_what_they_ask(cli: Cli, run: Path) -> None:
+    out = cli("env", "list").out
+    assert "support_desk" in out
+    assert "reasoning" in out
+
+
+def test_a_sound_environment_passes_and_an_unsound_one_does_not(cli: Cli, run: Path, tmp_path: Path) -> None:
+    passed = cli("env", "test", "support_desk")
+    assert "checks passed" in passed.out
+    assert passed.code == 0
+    wrong = cli("env", "test", "support_desk", "--set", "dificulty=easy")
+    assert "did you mean 'difficulty'?" in wrong.error()
+    assert wrong.code == 2
+
+
+def test_doctor_finds_this_machine_fit(cli: Cli, run: Path) -> None:
+    result = cli("doctor")
+    assert {"python", "packages", "memory", "disk", "matrix", "ports"} <= set(re.findall(r"\w+", result.out))
+    assert result.code == 0, result.out
+
+
+def test_doctor_fails_with_a_next_step(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evergrad.service._doctor.MIN_FREE_GB", 1e9)
+    result = cli("doctor")
+    assert re.search(r"fail +disk .*free some", result.out)
+    assert result.code == 1

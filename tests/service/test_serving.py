@@ -1,0 +1,217 @@
+"""``evergrad serve`` as a user meets it: a process that OpenAI's client talks to, that follows its alias and ends cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from openai import NotFoundError, OpenAI
+from safetensors.torch import load_file, save_file
+
+from evergrad.registry import Registry, base_model
+from evergrad.service.cli import command
+from evergrad.service.client import Client, ClientError
+from evergrad.types import FinishReason, Message, ModelVersion, Verdict
+
+ASK = [Message("user", "Where is my order?")]
+START_S = 180
+
+
+def make_version(run: Path, name: str, parent: str | None, seed: int) -> ModelVersion:
+    """A version whose weights are the tiny model's with noise, so that it says something of its own."""
+    folder = run / "versions" / name
+    shutil.copytree(base_model("tiny"), folder)
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(seed)
+    noisy = {key: value + 0.3 * value.std() * torch.randn(value.shape, generator=noise) for key, value in weights.items()}
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    return ModelVersion(name, parent, seed, f"versions/{name}", "tiny", "ab12", "2026-01-01T00:00:00+00:00")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two versions; ``production`` points at the second."""
+    run = tmp_path_factory.mktemp("runs") / "demo"
+    with Registry(run / "registry.sqlite") as registry:
+        registry.register(make_version(run, "v1", None, 1))
+        registry.register(make_version(run, "v2", "v1", 2))
+        registry.promote("production", "v1", bootstrap=True)
+        registry.promote("production", "v2", Verdict(True, ("better",), {}, "v2", "v1"))
+    (run / "config.toml").write_text('name = "demo"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n')
+    return run
+
+
+class Server:
+    """One ``evergrad serve``, and what it has printed so far."""
+
+    def __init__(self, run: Path) -> None:
+        arguments = [sys.executable, "-m", "evergrad.service.cli", "serve", "--run", str(run), "--port", "0"]
+        self.log = run / f"serve-{time.time_ns()}.out"
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                arguments, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+        self.url = self.wait_for(r"at (http://127\.0\.0\.1:\d+)/v1")
+
+    def wait_for(self, pattern: str) -> str:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            match = re.search(pattern, self.log.read_text())
+            if match:
+                return match.group(1)
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+        raise AssertionError(f"no {pattern!r} in: {self.log.read_text()}")
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: int) -> int:
+        """Sends a signal and returns the exit code; no child may be left."""
+        children = self.children()
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=60)
+        _, alive = psutil.wait_procs(children, timeout=15)
+        assert children
+        assert not alive
+        return code
+
+
+@pytest.fixture
+def serve(served: Path) -> Iterator[Callable[[], Server]]:
+    started: list[Server] = []
+
+    def start() -> Server:
+        started.append(Server(served))
+        return started[-1]
+
+    yield start
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(served: Path) -> Iterator[Server]:
+    """One that several tests talk to; a start takes seconds."""
+    started = Server(served)
+    yield started
+    assert started.end(signal.SIGTERM) == 0
+
+
+def ask(url: str, model: str = "production") -> str:
+    with Client(url) as client:
+        return client.chat(ASK, model, temperature=0.0, max_tokens=16).text
+
+
+def test_the_promoted_version_answers_follows_rollback_and_survives_a_restart(
+    serve: Callable[[], Server], served: Path
+) -> None:
+    server = serve()
+    second = ask(server.url)
+    assert ask(server.url, "v2") == second
+    assert command(["model", "rollback", "--run", str(served)]) == 0
+    server.wait_for(r"(production is now v1)")
+    first = ask(server.url)
+    assert first != second, "the versions of this test say different things"
+    with pytest.raises(ClientError, match="v2"):
+        ask(server.url, "v2")
+    assert server.end(signal.SIGTERM) == 0
+
+    again = serve()
+    assert ask(again.url) == first, "bit for bit what the version said before the restart"
+    assert command(["model", "promote", "v2", "--run", str(served)]) == 0
+    again.wait_for(r"(production is now v2)")
+    assert ask(again.url) == second
+    assert again.end(signal.SIGINT) == 130
+    assert "Traceback" not in again.log.read_text()
+
+
+def test_openai_client_and_ours_see_the_same_answers_whole_and_in_pieces(server: Server) -> None:
+    text = ask(server.url)
+    chat = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0).chat.completions
+    messages = [{"role": "user", "content": ASK[0].content}]
+    settings = {"model": "production", "temperature": 0.0, "max_tokens": 16}
+    assert chat.create(messages=messages, **settings).choices[0].message.content == text
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chat.create(messages=messages, stream=True, **settings)]
+    assert "".join(pieces) == text
+    with pytest.raises(NotFoundError):
+        chat.create(model="prodcution", messages=messages)
+    with Client(server.url + "/v1") as client:
+        assert "".join(client.stream(ASK, temperature=0.0, max_tokens=16)) == text
+        assert {"production"} < set(client.models())
+        assert client.health()["status"]
+        reply = client.chat(ASK, temperature=0.0, max_tokens=2)
+        assert reply.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        assert reply.usage.completion_tokens <= 2
+        with pytest.raises(ClientError, match="temperature"):
+            client.chat(ASK, temprature=0.0)
+        with pytest.raises(ClientError, match="production"):
+            list(client.stream(ASK, "prodcution"))
+
+
+def test_a_version_that_cannot_be_loaded_leaves_the_old_one_serving(server: Server, served: Path) -> None:
+    before = ask(server.url)
+    with Registry(served / "registry.sqlite") as registry:
+        current = registry.resolve("production")
+        registry.register(ModelVersion("broken", current, 9, "versions/nowhere", "tiny", "ab12", ""))
+        registry.promote("production", "broken", Verdict(True, ("drill",), {}, "broken", current))
+    server.wait_for(r"(error: .*goes on serving)")
+    assert ask(server.url) == before
+    with Registry(served / "registry.sqlite") as registry:
+        registry.rollback("production")
+    assert ask(server.url) == before
+
+
+def test_the_engine_dies_and_serve_says_so(serve: Callable[[], Server]) -> None:
+    server = serve()
+    for child in server.children():
+        child.kill()
+    assert server.process.wait(timeout=60) == 1
+    assert re.search(r"error: serve died \(signal 9\)", server.log.read_text())
+
+
+def test_a_killed_serve_leaves_no_engine_behind(serve: Callable[[], Server]) -> None:
+    server = serve()
+    children = server.children()
+    server.process.kill()
+    server.process.wait()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
+
+
+def test_a_taken_port_is_named(server: Server, served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    assert command(["serve", "--run", str(served), "--port", port]) == 1
+    error = capsys.readouterr().err
+    assert port in error
+    assert "Next: " in error
+
+
+def test_nothing_answers_there() -> None:
+    with Client("http://127.0.0.1:9") as client, pytest.raises(ClientError, match="evergrad serve"):
+        client.models()
+
+
+def test_eval_measures_a_version_on_tasks_of_its_own(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "v1", "--run", str(served), "-n", "4", "--set", "difficulty=easy", "--json"]
+    assert command(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["suite"] == "support_desk@v1/heldout"
+    assert len(report["scores"]) == 4
+    assert set(report["slices"].values()) == {"easy"}
+    assert report["mean"] == 0.0, "a model that says noise solves nothing"
+    assert report["ci95"][1] < 0.7
+    assert sum(report["outcomes"].values()) >= 4
