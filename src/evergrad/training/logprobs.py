@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_LOGITS_BYTES = 64 * 2**20
-"""Logits that are made at one time."""
+_MAX_LOGITS_BYTES = 24 * 2**20
+"""Logits that are made at one time; small enough for the allocator to use the same memory again."""
 
 _MAX_KEPT_BYTES = 256 * 2**20
-"""Logits that are kept for the backward pass when all of them fit; otherwise they are made again there."""
+"""Distributions that are kept for the backward pass when all of them fit; otherwise they are made again there."""
 
 
 def chosen_logprobs(
@@ -26,16 +26,16 @@ def chosen_logprobs(
         bias: [vocabulary] or None.
         temperatures: [R], greater than 0; their dtype, float32 or wider, is that of the logits.
         row_of_pair: [P] int64, ascending index into R.
-        targets: [P] int64.
+        targets: [P] int64, all different within a row.
 
     Returns:
-        [P], in the dtype of ``temperatures``. Backward may be called once: it uses kept logits up.
+        [P], in the dtype of ``temperatures``. Backward may be called once: it uses up what was kept.
     """
     return _ChosenLogprobs.apply(hidden, weight, bias, temperatures, row_of_pair, targets)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Logits are made chunk by chunk; in the backward pass each chunk turns into its own gradient in place."""
+    """Distributions are made chunk by chunk; in the backward pass each turns into the gradient of its logits in place."""
 
     @staticmethod
     def forward(
@@ -53,45 +53,46 @@ class _ChosenLogprobs(torch.autograd.Function):
         firsts = torch.arange(0, len(hidden) + chunk, chunk, device=row_of_pair.device).clamp(max=len(hidden))
         cuts = list(zip(firsts.tolist(), torch.searchsorted(row_of_pair, firsts).tolist(), strict=True))
         ctx.chunks = [(slice(r0, r1), slice(p0, p1)) for (r0, p0), (r1, p1) in itertools.pairwise(cuts)]
+        ctx.tempered = bool((temperatures != 1).any())
         ctx.kept = []
         logprobs = temperatures.new_empty(len(targets))
-        normalizers = torch.empty_like(temperatures)
         for rows, pairs in ctx.chunks:
-            logits = _logits(hidden[rows], weight, bias, temperatures[rows])
-            torch.logsumexp(logits, -1, out=normalizers[rows])
-            local = row_of_pair[pairs] - rows.start
-            logprobs[pairs] = logits[local, targets[pairs]] - normalizers[rows][local]
+            every = _every_logprob(hidden[rows], weight, bias, temperatures[rows], ctx.tempered)
+            logprobs[pairs] = every[row_of_pair[pairs] - rows.start, targets[pairs]]
             if keep:
-                ctx.kept.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, temperatures, row_of_pair, targets, normalizers)
+                ctx.kept.append(every)
+        ctx.save_for_backward(hidden, weight, bias, temperatures, row_of_pair, targets)
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, temperatures, row_of_pair, targets, normalizers = ctx.saved_tensors
+        hidden, weight, bias, temperatures, row_of_pair, targets = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         kept, ctx.kept = ctx.kept[::-1], []
         for rows, pairs in ctx.chunks:
-            logits = kept.pop() if kept else _logits(hidden[rows], weight, bias, temperatures[rows])
+            every = kept.pop() if kept else _every_logprob(hidden[rows], weight, bias, temperatures[rows], ctx.tempered)
             local = row_of_pair[pairs] - rows.start
             scale = grad[pairs] / temperatures[rows][local]
             # d logprob / d logit = (1[target] − p) / temperature, added up over the pairs of a row.
             row_scale = torch.zeros_like(temperatures[rows]).index_add_(0, local, scale)
-            logits.sub_(normalizers[rows, None]).exp_().mul_(-row_scale[:, None])
-            logits[local, targets[pairs]] += scale  # pairs are distinct
-            logits = logits.to(weight.dtype)
+            grad_logits = every.exp_().mul_(-row_scale[:, None])
+            grad_logits[local, targets[pairs]] += scale
+            grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[rows])
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                grad_weight.addmm_(logits.t(), hidden[rows])
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
-                grad_bias += logits.sum(0)
+                grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
+def _every_logprob(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, tempered: bool) -> Tensor:
+    """[rows, vocabulary]"""
     logits = torch.nn.functional.linear(hidden, weight, bias).to(temperatures.dtype)
-    return logits.div_(temperatures[:, None])
+    if tempered:
+        logits.div_(temperatures[:, None])
+    return torch.log_softmax(logits, -1)

@@ -79,6 +79,7 @@ class Trainer:
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=True,
         )
 
     def step(self, batch: TrainingBatch, loss: LossConfig, lr: float | None = None) -> dict[str, float]:
@@ -231,10 +232,7 @@ class Trainer:
         self._optimizer = self._fresh_optimizer()
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
-            # AdamW counts steps in a CPU scalar, whatever device its moments are on.
-            self._optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in values.items()
-            }
+            self._optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
         torch.set_rng_state(checkpoint.rng_state)
         self.updates, self.policy_version = checkpoint.updates, checkpoint.policy_version
 
