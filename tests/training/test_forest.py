@@ -49,11 +49,15 @@ def test_every_token_is_predicted_from_its_own_context_and_every_context_is_ther
     for forest in forests:
         contexts = [path_to(forest, node) for node in range(forest.num_nodes)]
         assert len(set(contexts)) == len(contexts)
-        pairs = list(zip(forest.rows.tolist(), forest.targets.tolist(), forest.temperatures.tolist(), strict=True))
+        rows = list(zip(forest.rows.tolist(), forest.temperatures.tolist(), strict=True))
+        assert len(set(rows)) == len(rows)
+        assert forest.row_of_pair.tolist() == sorted(forest.row_of_pair.tolist())
+        assert set(forest.row_of_pair.tolist()) == set(range(len(rows)))
+        pairs = [(*rows[row], target) for row, target in zip(forest.row_of_pair, forest.targets.tolist(), strict=True)]
         assert len(set(pairs)) == len(pairs)
         for pair, logprob, advantage in zip(forest.pair_of_token, forest.behaviour_logprobs, forest.advantages, strict=True):
-            row, target, temperature = pairs[pair]
-            found.append((contexts[row], target, temperature, logprob))
+            node, temperature, target = pairs[pair]
+            found.append((contexts[node], target, temperature, logprob))
             assert advantage == logprob
     assert sorted(found) == expected
     if len(forests) == 1:
@@ -73,14 +77,15 @@ def test_the_block_cut_is_the_ancestor_relation(items: list[TrainedTokens], max_
         plan = attention.AttentionPlan.of(forest, torch.device("cpu"), window)
     finally:
         attention._MAX_QUERIES = before
-    assert [block.start for block in plan.blocks] == [0, *[block.stop for block in plan.blocks[:-1]]]
-    assert plan.blocks[-1].stop == forest.num_nodes
+    assert [block.queries.start for block in plan.blocks] == [0, *[block.queries.stop for block in plan.blocks[:-1]]]
+    assert plan.blocks[-1].queries.stop == forest.num_nodes
     for block in plan.blocks:
-        assert block.stop - block.start <= max_queries
-        keys = [node for start, stop in block.keys for node in range(start, stop)]
+        assert block.queries.stop - block.queries.start <= max_queries
+        keys = [node for start, stop in block.ranges for node in range(start, stop)]
+        assert keys == plan.key_index[block.gathered].tolist()
         assert len(set(keys)) == len(keys)
-        for row, query in enumerate(range(block.start, block.stop)):
-            seen = {key for column, key in enumerate(keys) if not block.hidden[row, column]}
+        for row, query in enumerate(range(block.queries.start, block.queries.stop)):
+            seen = {key for column, key in enumerate(keys) if block.bias[row, column] == 0}
             ancestors = {node for node in range(query + 1) if query < forest.ends[node]}
             if window is not None:
                 ancestors = {node for node in ancestors if forest.depths[query] - forest.depths[node] < window}
@@ -94,6 +99,7 @@ def test_a_group_costs_its_distinct_tokens() -> None:
     # Six tokens for all, one more where they differ; the last token of each is predicted, not computed.
     assert forest.num_nodes == 8
     assert len(forest.targets) == 3 + 2 + 2
+    assert len(forest.rows) == 3 + 1 + 2
     assert len(forest.pair_of_token) == 15
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from evergrad.config import ConfigError, load_config, parse_config
-from evergrad.training.config import TrainerConfig, TrainerError
+from evergrad.training.config import TrainerConfig, TrainerError, require_model_folder
 from evergrad.transfer.process import die_with_parent
 from evergrad.types import EvergradError
 
@@ -60,6 +60,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _serve(config: TrainerConfig, listener: socket.socket) -> None:
+    require_model_folder(config.model)
     import uvicorn
     from transformers.utils import logging
 

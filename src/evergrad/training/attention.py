@@ -31,13 +31,16 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries ``[start, stop)`` and the ranges of keys that hold all their ancestors."""
+    """Queries that follow one another, and the ranges of keys that hold all their ancestors."""
 
-    start: int
-    stop: int
-    keys: Ranges
-    hidden: Tensor
-    """[queries, keys] bool: True where the key is not an ancestor of the query."""
+    queries: slice
+    """Nodes that ask."""
+    ranges: Ranges
+    """Nodes that are asked."""
+    gathered: slice
+    """Where these lie in the plan's ``key_index``."""
+    bias: Tensor
+    """[queries, keys]: 0 where the key is an ancestor of the query, −∞ where it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +48,44 @@ class AttentionPlan:
     """How to attend in one forest; made once, used by every layer."""
 
     blocks: tuple[Block, ...]
+    key_index: Tensor
+    """[keys of all blocks] nodes, block after block."""
     num_scores: int
     """Query-key products of all blocks, per head."""
 
     @classmethod
-    def of(cls, forest: Forest, device: torch.device, window: int | None = None) -> AttentionPlan:
+    def of(
+        cls, forest: Forest, device: torch.device, window: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> AttentionPlan:
         """Plans attention for ``forest``; with ``window``, a node sees only ancestors less than ``window`` above it."""
-        blocks = []
-        for start, stop, keys in _cut(forest.ends):
-            index = np.concatenate([np.arange(*part) for part in keys])
+        blocks: list[Block] = []
+        indices: list[IntArray] = []
+        taken = 0
+        for start, stop, ranges in _cut(forest.ends):
+            index = np.concatenate([np.arange(*part) for part in ranges])
             queries = np.arange(start, stop)[:, None]
             seen = (index[None, :] <= queries) & (queries < forest.ends[index][None, :])
             if window is not None:
                 seen &= forest.depths[queries] - forest.depths[index][None, :] < window
-            blocks.append(Block(start, stop, keys, torch.from_numpy(~seen).to(device)))
-        return cls(tuple(blocks), sum(block.hidden.numel() for block in blocks))
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+            blocks.append(Block(slice(start, stop), ranges, slice(taken, taken + len(index)), bias.to(device)))
+            indices.append(index)
+            taken += len(index)
+        key_index = torch.from_numpy(np.concatenate(indices)).to(device)
+        return cls(tuple(blocks), key_index, sum(block.bias.numel() for block in blocks))
 
 
 class AttentionPlans:
     """The plans of one forest, one for each sliding window that some layer uses; made when a layer first asks."""
 
-    def __init__(self, forest: Forest, device: torch.device) -> None:
-        self._forest, self._device = forest, device
+    def __init__(self, forest: Forest, device: torch.device, dtype: torch.dtype) -> None:
+        self._forest, self._device, self._dtype = forest, device, dtype
         self._plans: dict[int | None, AttentionPlan] = {}
 
     def for_window(self, window: int | None) -> AttentionPlan:
         """The plan for layers that see ``window`` tokens back, or everything when None."""
         if window not in self._plans:
-            self._plans[window] = AttentionPlan.of(self._forest, self._device, window)
+            self._plans[window] = AttentionPlan.of(self._forest, self._device, window, self._dtype)
         return self._plans[window]
 
 
@@ -104,69 +117,78 @@ AttentionInterface.register(ATTENTION_NAME, forest_attention)
 
 
 class _ForestAttention(torch.autograd.Function):
-    """query [H, N, D], key and value [K, N, D] → [H, N, D]; H/K query heads share a key head.
+    """query [H, N, D], key and value [K, N, D] → [H, N, D]; each of the K key heads serves G = H/K query heads.
 
-    Heads that share keys become rows of one product, so keys are never repeated.
+    Inside, queries are rows [K, N·G, D], the G heads of a node next to one another: a block of nodes is then a range of rows,
+    taken without a copy, and one product serves all heads that share a key head, so keys are never repeated.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float) -> Tensor:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        rows = _to_rows(query, len(key)).mul_(scaling)
+        keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
+        output = torch.empty_like(rows)
+        group = len(query) // len(key)
         keep = plan.num_scores * query.shape[0] * query.element_size() <= _MAX_KEPT_BYTES
         kept: list[Tensor] = []
         for block in plan.blocks:
-            rows = _fold(query, block, key.shape[0])
-            probabilities = _probabilities(rows, _gather(key, block.keys), block, scaling)
-            _unfold_into(output, torch.bmm(probabilities, _gather(value, block.keys)), block)
+            part = _rows_of(block, group)
+            probabilities = _probabilities(rows[:, part], keys[:, block.gathered], block, group)
+            torch.bmm(probabilities, values[:, block.gathered], out=output[:, part])
             if keep:
                 kept.append(probabilities)
-        ctx.save_for_backward(query, key, value, *kept)
-        ctx.plan, ctx.scaling = plan, scaling
-        return output
+        ctx.save_for_backward(rows, key, value, *kept)
+        ctx.plan, ctx.scaling, ctx.group = plan, scaling, group
+        return _from_rows(output, len(query))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, *kept = ctx.saved_tensors
-        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        rows, key, value, *kept = ctx.saved_tensors
+        keys, values = key.index_select(1, ctx.plan.key_index), value.index_select(1, ctx.plan.key_index)
+        grads = _to_rows(grad_output, len(key))
+        grad_rows = torch.empty_like(rows)
         grad_key = torch.zeros_like(key, memory_format=torch.contiguous_format)
         grad_value = torch.zeros_like(value, memory_format=torch.contiguous_format)
         for number, block in enumerate(ctx.plan.blocks):
-            rows, grads = _fold(query, block, key.shape[0]), _fold(grad_output, block, key.shape[0])
-            keys, values = _gather(key, block.keys), _gather(value, block.keys)
-            probabilities = kept[number] if kept else _probabilities(rows, keys, block, ctx.scaling)
-            _scatter_add(grad_value, torch.bmm(probabilities.transpose(1, 2), grads), block.keys)
-            grad_scores = torch.bmm(grads, values.transpose(1, 2))
+            part = _rows_of(block, ctx.group)
+            here, asked = block.gathered, keys[:, block.gathered]
+            probabilities = kept[number] if kept else _probabilities(rows[:, part], asked, block, ctx.group)
+            _add_to_ranges(grad_value, torch.bmm(probabilities.transpose(1, 2), grads[:, part]), block.ranges)
+            grad_scores = torch.bmm(grads[:, part], values[:, here].transpose(1, 2))
             # d softmax: p · (g − Σ p g); masked entries have p = 0 and so stay 0.
             grad_scores = torch._softmax_backward_data(grad_scores, probabilities, -1, probabilities.dtype)
-            grad_scores *= ctx.scaling
-            _unfold_into(grad_query, torch.bmm(grad_scores, keys), block)
-            _scatter_add(grad_key, torch.bmm(grad_scores.transpose(1, 2), rows), block.keys)
-        return grad_query, grad_key, grad_value, None, None
+            torch.bmm(grad_scores, asked, out=grad_rows[:, part])
+            _add_to_ranges(grad_key, torch.bmm(grad_scores.transpose(1, 2), rows[:, part]), block.ranges)
+        return _from_rows(grad_rows.mul_(ctx.scaling), grad_output.shape[0]), grad_key, grad_value, None, None
 
 
-def _probabilities(rows: Tensor, keys: Tensor, block: Block, scaling: float) -> Tensor:
-    scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(scaling)
-    num_queries, num_keys = block.hidden.shape
-    scores.view(-1, num_queries, num_keys).masked_fill_(block.hidden, float("-inf"))
+def _to_rows(tensor: Tensor, key_heads: int) -> Tensor:
+    """A copy: [H, N, D] → [K, N·G, D]."""
+    heads, nodes, width = tensor.shape
+    rows = tensor.new_empty(key_heads, nodes, heads // key_heads, width)
+    rows.copy_(tensor.view(key_heads, -1, nodes, width).transpose(1, 2))
+    return rows.view(key_heads, -1, width)
+
+
+def _from_rows(rows: Tensor, heads: int) -> Tensor:
+    """A view: [K, N·G, D] → [H, N, D] when there is one key head or one query head for each, else a copy."""
+    key_heads, _, width = rows.shape
+    return rows.view(key_heads, -1, heads // key_heads, width).transpose(1, 2).reshape(heads, -1, width)
+
+
+def _rows_of(block: Block, group: int) -> slice:
+    return slice(block.queries.start * group, block.queries.stop * group)
+
+
+def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int) -> Tensor:
+    num_queries, num_keys = block.bias.shape
+    scores = rows.new_empty(len(rows), num_queries * group, num_keys)
+    scores.view(-1, num_queries, group, num_keys).copy_(block.bias[:, None])
+    scores.baddbmm_(rows, keys.transpose(1, 2))
     return torch.softmax(scores, -1)
 
 
-def _fold(tensor: Tensor, block: Block, key_heads: int) -> Tensor:
-    """[H, N, D] → [K, H/K · queries, D]: consecutive heads share a key head."""
-    part = tensor[:, block.start : block.stop]
-    return part.reshape(key_heads, -1, part.shape[-1])
-
-
-def _unfold_into(whole: Tensor, part: Tensor, block: Block) -> None:
-    whole[:, block.start : block.stop] = part.view(whole.shape[0], -1, whole.shape[-1])
-
-
-def _gather(tensor: Tensor, ranges: Ranges) -> Tensor:
-    parts = [tensor[:, start:stop] for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _scatter_add(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
+def _add_to_ranges(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
     taken = 0
     for start, stop in ranges:
         whole[:, start:stop] += part[:, taken : taken + stop - start]

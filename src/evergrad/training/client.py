@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,7 +19,8 @@ _HEALTH_TIMEOUT_S = 5.0
 
 
 class TrainerClient:
-    """Asks a trainer server for one operation at a time. Use as an async context manager, or :meth:`close` it.
+    """Asks a trainer server for one operation at a time, in the order of the calls, also when they are not awaited one by
+    one. Use as an async context manager, or :meth:`close` it.
 
     Every method raises :class:`TrainerError` with the server's own words when the operation was refused (the trainer is then
     as it was), when the server cannot be reached, and when it did not answer in time.
@@ -32,6 +35,7 @@ class TrainerClient:
         """
         self.base_url = base_url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token is not None else {}
+        self._in_order = asyncio.Lock()
         self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout_s, connect=_HEALTH_TIMEOUT_S))
 
     async def step(self, batch: TrainingBatch, loss: LossConfig | None = None, lr: float | None = None) -> dict[str, float]:
@@ -88,8 +92,11 @@ class TrainerClient:
         where = f"{self.base_url}{path}"
         # Not httpx's own encoder, which refuses NaN: at masked positions it is legal, and means nothing.
         content = None if body is None else json.dumps(body).encode()
+        # Two requests under way are two connections, and the smaller would arrive first. The lock is first come, first served.
+        order = self._in_order if path != "/health" else contextlib.nullcontext()
         try:
-            response = await self._http.request(method, where, content=content, **options)
+            async with order:
+                response = await self._http.request(method, where, content=content, **options)
             answer = response.json()
         except httpx.TimeoutException as error:
             raise TrainerError("the trainer did not answer in time", where=where) from error

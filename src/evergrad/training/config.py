@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -81,3 +82,12 @@ class TrainerConfig(Config):
     """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the frozen base; what is trained, and its optimizer state, is never narrower than float32."""
+
+
+def require_model_folder(path: str) -> None:
+    """
+    Raises:
+        TrainerError: ``path`` is no Hugging Face folder; said before anything heavy is loaded.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise TrainerError("no model here", where=path, hint="give a folder with config.json and safetensors weights")

@@ -5,7 +5,8 @@ a hidden state computed under the ancestor mask is the one that every sample thr
 Sorted samples give the trees in depth-first order, one after another. In that order every subtree is a range, and node a is
 an ancestor of node b (or b itself) iff ``a <= b < end[a]``.
 
-Names: N nodes, P distinct (node, next token, temperature) whose log-probability is wanted, T trained (sample, position).
+Names: N nodes, R distinct (node, temperature) whose next-token distribution is wanted, P distinct (row of R, next token) whose
+log-probability is, T trained (sample, position).
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Forest:
     ends: IntArray
     """[N] one past the last node of the node's subtree."""
     rows: IntArray
-    """[P] node whose hidden state predicts."""
+    """[R] node whose hidden state predicts."""
+    temperatures: FloatArray
+    """[R]"""
+    row_of_pair: IntArray
+    """[P] index into R; ascending."""
     targets: IntArray
     """[P] token that is predicted."""
-    temperatures: FloatArray
-    """[P]"""
     pair_of_token: IntArray
     """[T] index into P."""
     behaviour_logprobs: FloatArray
@@ -106,7 +109,8 @@ def _grow(items: Sequence[TrainedTokens]) -> Forest:
     ends: list[int] = []
     path: list[int] = []  # nodes of the sample before
     previous: IntArray | None = None
-    pairs: dict[tuple[int, int, float], int] = {}
+    rows: dict[tuple[int, float], int] = {}
+    pairs: dict[tuple[int, int], int] = {}
     pair_of_token: list[int] = []
     for item in items:
         tokens = _context(item)
@@ -120,19 +124,22 @@ def _grow(items: Sequence[TrainedTokens]) -> Forest:
         previous = tokens
         sample = item.sample
         for position in item.positions.tolist():
-            key = (path[position - 1], sample.token_ids[position], sample.temperature)
-            pair_of_token.append(pairs.setdefault(key, len(pairs)))
+            row = rows.setdefault((path[position - 1], sample.temperature), len(rows))
+            pair_of_token.append(pairs.setdefault((row, sample.token_ids[position]), len(pairs)))
     for node in path:
         ends[node] = len(token_ids)
-    rows, targets, temperatures = zip(*pairs, strict=True)
+    pair_rows, targets = (np.asarray(column, dtype=np.int64) for column in zip(*pairs, strict=True))
+    order = np.argsort(pair_rows, kind="stable")
+    rank = np.argsort(order, kind="stable")
     return Forest(
         token_ids=np.asarray(token_ids, dtype=np.int64),
         depths=np.asarray(depths, dtype=np.int64),
         ends=np.asarray(ends, dtype=np.int64),
-        rows=np.asarray(rows, dtype=np.int64),
-        targets=np.asarray(targets, dtype=np.int64),
-        temperatures=np.asarray(temperatures, dtype=np.float64),
-        pair_of_token=np.asarray(pair_of_token, dtype=np.int64),
+        rows=np.asarray([node for node, _ in rows], dtype=np.int64),
+        temperatures=np.asarray([temperature for _, temperature in rows], dtype=np.float64),
+        row_of_pair=pair_rows[order],
+        targets=targets[order],
+        pair_of_token=rank[np.asarray(pair_of_token, dtype=np.int64)],
         behaviour_logprobs=np.concatenate([np.asarray(i.sample.logprobs, dtype=np.float64)[i.positions] for i in items]),
         advantages=np.concatenate([np.asarray(i.sample.advantages, dtype=np.float64)[i.positions] for i in items]),
     )

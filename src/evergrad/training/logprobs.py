@@ -1,73 +1,98 @@
-"""Log-probabilities of chosen tokens without ever holding [rows, vocabulary] at once."""
+"""Log-probabilities of chosen tokens without ever holding [rows, vocabulary] for more than a bounded number of rows."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_MAX_LOGITS_BYTES = 64 * 2**20
-"""Logits that exist at one time."""
+_MAX_LOGITS_BYTES = 24 * 2**20
+"""Logits that are made at one time; small enough for the allocator to use the same memory again."""
+
+_MAX_KEPT_BYTES = 256 * 2**20
+"""Distributions that are kept for the backward pass when all of them fit; otherwise they are made again there."""
 
 
-def chosen_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor) -> Tensor:
-    """``log softmax((hidden @ weightᵀ + bias) / temperature)`` at ``targets``.
+def chosen_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, row_of_pair: Tensor, targets: Tensor
+) -> Tensor:
+    """``log softmax((hidden @ weightᵀ + bias) / temperature)`` at chosen (row, target) pairs; several may share a row.
 
     Args:
-        hidden: [P, width].
+        hidden: [R, width].
         weight: [vocabulary, width], the output embedding; gets a gradient if it wants one.
         bias: [vocabulary] or None.
-        targets: [P] int64.
-        temperatures: [P], greater than 0.
+        temperatures: [R], greater than 0; their dtype, float32 or wider, is that of the logits.
+        row_of_pair: [P] int64, ascending index into R.
+        targets: [P] int64, all different within a row.
 
     Returns:
-        [P], in float32 or wider.
+        [P], in the dtype of ``temperatures``. Backward may be called once: it uses up what was kept.
     """
-    return _ChosenLogprobs.apply(hidden, weight, bias, targets, temperatures)  # type: ignore[no-untyped-call, no-any-return]
+    return _ChosenLogprobs.apply(hidden, weight, bias, temperatures, row_of_pair, targets)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Logits are made chunk by chunk and made again in the backward pass, where they turn into their own gradient in place."""
+    """Distributions are made chunk by chunk; in the backward pass each turns into the gradient of its logits in place."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor) -> Tensor:
-        chunk = max(1, _MAX_LOGITS_BYTES // (weight.shape[0] * max(4, weight.element_size())))
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperatures: Tensor,
+        row_of_pair: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
+        row_bytes = weight.shape[0] * temperatures.element_size()
+        chunk = max(1, _MAX_LOGITS_BYTES // row_bytes)
+        keep = len(hidden) * row_bytes <= _MAX_KEPT_BYTES and any(ctx.needs_input_grad[:3])
+        firsts = torch.arange(0, len(hidden) + chunk, chunk, device=row_of_pair.device).clamp(max=len(hidden))
+        cuts = list(zip(firsts.tolist(), torch.searchsorted(row_of_pair, firsts).tolist(), strict=True))
+        ctx.chunks = [(slice(r0, r1), slice(p0, p1)) for (r0, p0), (r1, p1) in itertools.pairwise(cuts)]
+        ctx.tempered = bool((temperatures != 1).any())
+        ctx.kept = []
         logprobs = temperatures.new_empty(len(targets))
-        normalizers = torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias, temperatures[part])
-            normalizers[part] = torch.logsumexp(logits, -1)
-            logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - normalizers[part]
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalizers)
-        ctx.chunk = chunk
+        for rows, pairs in ctx.chunks:
+            every = _every_logprob(hidden[rows], weight, bias, temperatures[rows], ctx.tempered)
+            logprobs[pairs] = every[row_of_pair[pairs] - rows.start, targets[pairs]]
+            if keep:
+                ctx.kept.append(every)
+        ctx.save_for_backward(hidden, weight, bias, temperatures, row_of_pair, targets)
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, targets, temperatures, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, temperatures, row_of_pair, targets = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], weight, bias, temperatures[part])
-            # d logprob / d logit = (1[target] − p) / temperature
-            scale = grad[part] / temperatures[part]
-            logits.sub_(normalizers[part, None]).exp_().mul_(-scale[:, None])
-            logits.scatter_add_(1, targets[part, None], scale[:, None])
-            logits = logits.to(weight.dtype)
+        kept, ctx.kept = ctx.kept[::-1], []
+        for rows, pairs in ctx.chunks:
+            every = kept.pop() if kept else _every_logprob(hidden[rows], weight, bias, temperatures[rows], ctx.tempered)
+            local = row_of_pair[pairs] - rows.start
+            scale = grad[pairs] / temperatures[rows][local]
+            # d logprob / d logit = (1[target] − p) / temperature, added up over the pairs of a row.
+            row_scale = torch.zeros_like(temperatures[rows]).index_add_(0, local, scale)
+            grad_logits = every.exp_().mul_(-row_scale[:, None])
+            grad_logits[local, targets[pairs]] += scale
+            grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[part])
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                grad_weight.addmm_(logits.t(), hidden[part])
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
-                grad_bias += logits.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None
+                grad_bias += grad_logits.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
+def _every_logprob(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, tempered: bool) -> Tensor:
+    """[rows, vocabulary]"""
     logits = torch.nn.functional.linear(hidden, weight, bias).to(temperatures.dtype)
-    return logits.div_(temperatures[:, None])
+    if tempered:
+        logits.div_(temperatures[:, None])
+    return torch.log_softmax(logits, -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from evergrad.training.attention import ATTENTION_NAME, AttentionPlans
-from evergrad.training.config import TrainerError
+from evergrad.training.config import TrainerError, require_model_folder
 from evergrad.training.forest import Forest, TrainedTokens, plant
 from evergrad.training.logprobs import chosen_logprobs
 from evergrad.types import TrainingSample
@@ -26,8 +25,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     Raises:
         TrainerError: no such folder, not a causal language model, or damaged weights.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise TrainerError("no model here", where=path, hint="give a folder with config.json and safetensors weights")
+    require_model_folder(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True, use_safetensors=True
@@ -47,15 +45,16 @@ def pair_logprobs(model: Any, forest: Forest) -> Tensor:
         input_ids=torch.from_numpy(forest.token_ids)[None].to(device),
         position_ids=torch.from_numpy(forest.depths)[None].to(device),
         use_cache=False,
-        forest_plans=AttentionPlans(forest, device),
+        forest_plans=AttentionPlans(forest, device, head.weight.dtype),
     ).last_hidden_state[0]
     # index_select, not indexing: its backward adds rows up in a fixed order, so that a step repeats bit for bit.
     return chosen_logprobs(
         hidden.index_select(0, torch.from_numpy(forest.rows).to(device)),
         head.weight,
         head.bias,
-        torch.from_numpy(forest.targets).to(device),
         torch.from_numpy(forest.temperatures).to(device, wide),
+        torch.from_numpy(forest.row_of_pair).to(device),
+        torch.from_numpy(forest.targets).to(device),
     )
 
 

@@ -116,6 +116,10 @@ def trainer_app(service: TrainerService, token: str | None, on_ready: Callable[[
     async def explain(_: Request, error: EvergradError) -> JSONResponse:
         return _error(422 if isinstance(error, ConfigError) else 409, str(error))
 
+    @app.exception_handler(Exception)
+    async def confess(_: Request, error: Exception) -> JSONResponse:
+        return _error(500, f"the trainer failed, see its log: {error!r}")
+
     async def on_worker(name: str, work: Callable[[], dict[str, Any]]) -> JSONResponse:
         def timed() -> dict[str, Any]:
             busy.update(operation=name, since=time.monotonic())

@@ -10,7 +10,7 @@ The walk of one step::
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class Trainer:
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=True,
         )
 
     def step(self, batch: TrainingBatch, loss: LossConfig, lr: float | None = None) -> dict[str, float]:
@@ -105,11 +106,14 @@ class Trainer:
         ``mismatch_kl`` (of behaviour and current policy, per trained token) and ``clipped_share``.
 
         Raises:
-            TrainerError: a trained position is a sample's first, or has a log-probability or advantage that is not finite,
-                or there are more masked positions than ``num_valid_tokens``. Named by sample and position; nothing changed.
+            TrainerError: a trained position is a sample's first, or has a log-probability or advantage that is not finite, a
+                token that the model does not know, or more masked positions than ``num_valid_tokens``. Named by sample and
+                position; nothing changed.
         """
         rule = loss.build()
         trained = trained_tokens(batch, rule.needs_advantage)
+        for item in trained:
+            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
         forests = plant(trained, self.config.micro_batch_tokens)
         meter = Meter(batch, rule)
         for forest in forests:
@@ -156,7 +160,14 @@ class Trainer:
         """Log-probability of each token but the first given those before it: ``len(token_ids) - 1`` numbers."""
         if len(token_ids) < 2:
             raise TrainerError("log-probabilities need at least two tokens")
+        self._check_tokens(token_ids)
         return sequence_logprobs(self._model, tuple(token_ids), temperature)
+
+    def _check_tokens(self, token_ids: Sequence[int], rollout_id: str = "") -> None:
+        size = self._model.get_input_embeddings().weight.shape[0]
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < size:
+                raise TrainerError(f"the model knows no token {token}; it has {size}", where=rollout_id or None)
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of what :meth:`named_weights` yields."""
@@ -221,10 +232,7 @@ class Trainer:
         self._optimizer = self._fresh_optimizer()
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
-            # AdamW counts steps in a CPU scalar, whatever device its moments are on.
-            self._optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in values.items()
-            }
+            self._optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
         torch.set_rng_state(checkpoint.rng_state)
         self.updates, self.policy_version = checkpoint.updates, checkpoint.policy_version
 
