@@ -15,7 +15,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test check format bench-engine bench-rollouts docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow check format bench-engine bench-rollouts docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -54,6 +54,9 @@ demo-control: $(READY)  ## The demo's first half with more easy demonstrations i
 
 test: $(READY)  ## Run the tests (minutes on two cores)
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(READY)  ## Run the tests that take minutes each: every process killed at every stage
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 check: $(READY)  ## Lint, format, types, import contract, function length
 	$(BIN)/ruff check .

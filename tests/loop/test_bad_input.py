@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from evergrad.loop.controller import run_loop
 from evergrad.registry import base_model
+from evergrad.types import EvergradError
 from tests.loop.conftest import Start
 
 
@@ -37,13 +39,22 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("seed = 5", "seed = ", ["TOML"]),
     ],
 )
-def test_bad_configuration(tiny_config: Path, start: Start, before: str, after: str, words: list[str]) -> None:
+def test_bad_configuration(tiny_config: Path, before: str, after: str, words: list[str]) -> None:
     text = tiny_config.read_text()
     assert before in text
     tiny_config.write_text(text.replace(before, after))
     run = tiny_config.parent / "run"
-    refused(start("run", str(tiny_config), "--run-dir", str(run)), *words)
+    with pytest.raises(EvergradError) as refusal:
+        run_loop(tiny_config, [], run)
+    for word in words:
+        assert word in str(refusal.value)
     assert not run.exists(), list(run.rglob("*"))
+
+
+def test_a_misspelt_key_on_the_command_line(tiny_config: Path, start: Start, tmp_path: Path) -> None:
+    process = start("run", str(tiny_config), "--set", "learn.rl.stepz=1", "--run-dir", str(tmp_path / "run"))
+    refused(process, "learn.rl.stepz", "did you mean 'steps'")
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_file(tmp_path: Path, start: Start) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -56,25 +57,24 @@ class LoopConsole:
 
     def summary(self, report: Mapping[str, Any]) -> None:
         """The run in two tables, what it gained and what it cost, and the figures that a reader takes away."""
-        cycles = Table(title=f"{report.get('name')}: what each cycle gained", title_justify="left")
-        for head in ("cycle", "suite", "before", "after", "gain, 95%", "n", "verdict", "usd"):
+        cycles = Table(box=box.SIMPLE_HEAD, title=f"{report.get('name')}: what each cycle gained", title_justify="left")
+        for head in ("#", "suite", "before → after", "gain, 95%", "n", "verdict", "usd"):
             cycles.add_column(head, justify="left" if head in ("suite", "verdict") else "right", no_wrap=True)
         for cycle in report.get("cycles", []):
             low, high = cycle["ci95"] or (None, None)
             cycles.add_row(
                 str(cycle["cycle"]),
                 cycle["suite"],
-                _figure(cycle["score_before"], ".3f"),
-                _figure(cycle["score_after"], ".3f"),
-                f"{_figure(low, '+.3f')} … {_figure(high, '+.3f')}",
+                f"{_figure(cycle['score_before'], '.3f')} → {_figure(cycle['score_after'], '.3f')}",
+                f"{_figure(low, '+.2f')} … {_figure(high, '+.2f')}",
                 str(cycle["n"]),
                 cycle["verdict"],
                 _figure(cycle["usd"], ".4f"),
             )
             for suite, other in cycle["other_suites"].items():
-                cycles.add_row("", suite, _figure(other["before"], ".3f"), _figure(other["after"], ".3f"))
+                cycles.add_row("", suite, f"{_figure(other['before'], '.3f')} → {_figure(other['after'], '.3f')}")
         cost = report["cost"]
-        money = Table(title="what it cost", title_justify="left")
+        money = Table(box=box.SIMPLE_HEAD, title="what it cost", title_justify="left")
         money.add_column("phase")
         money.add_column("usd", justify="right")
         for phase, usd in sorted(cost["by_phase"].items(), key=lambda item: -(item[1] or 0.0)):

@@ -24,6 +24,7 @@ from typing import Any
 
 from evergrad.loop._folder import Stage
 from evergrad.loop._measuring import introduce
+from evergrad.loop._playing import play
 from evergrad.loop._session import Session
 from evergrad.rollouts import (
     Buffer,
@@ -38,6 +39,7 @@ from evergrad.training import LossConfig
 from evergrad.types import EvergradError, Outcome, Rollout, RolloutGroup, Sampling, Task, TrainingBatch, TrainingSample
 
 SFT_CHECKPOINT_EVERY = 16
+BASE_TRIES = 24
 
 
 async def warm_start(session: Session) -> Stage:
@@ -46,6 +48,8 @@ async def warm_start(session: Session) -> Stage:
     if state.step == 0:
         incumbent = session.registry.resolve("production")
         await session.reset_trainer(incumbent)
+        if state.policy_version == 0:
+            await _look_at_the_base(session)
     batches = await _demonstration_batches(session)
     with session.console.stage(f"cycle {state.cycle}: warm start", len(batches), state.step):
         while state.step < len(batches):
@@ -63,6 +67,17 @@ async def warm_start(session: Session) -> Stage:
     if session.serving.version is None:
         await introduce(session, version)
     return Stage.LEARN
+
+
+async def _look_at_the_base(session: Session) -> None:
+    """What the base model does before anything was learned: the first rewards that the user sees."""
+    suite = session.suite(session.state.deployed)
+    with session.clock.phase("eval"):
+        rollouts = await play(
+            session, session.state.deployed, BASE_TRIES, session.engine, name="base-model", seed=0, source="eval"
+        )
+    judged = [rollout for rollout in rollouts if rollout.outcome.trainable]
+    session.event(f"the base model on {suite}: {sum(rollout.success for rollout in judged)}/{len(judged)} succeed")
 
 
 async def learn(session: Session) -> Stage:

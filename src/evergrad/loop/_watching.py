@@ -5,14 +5,13 @@ Consumes live rollouts; waits for ``watch.requests`` of them per check; a trigge
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from evergrad.loop._folder import LoopState, Stage
+from evergrad.loop._playing import play
 from evergrad.loop._serving import judge_traffic
 from evergrad.loop._session import Session
-from evergrad.rollouts import run_rollout
-from evergrad.types import Rollout, Sampling
+from evergrad.types import Rollout
 
 
 async def watch(session: Session) -> Stage:
@@ -32,27 +31,9 @@ async def watch(session: Session) -> Stage:
 
 async def serve_traffic(session: Session, settings: dict[str, Any], requests: int, *, check: int) -> list[Rollout]:
     """Plays ``requests`` customers against the serving endpoint; every one becomes a live rollout on record."""
-    taskset = session.taskset(settings)
-    tasks = taskset.tasks("heldout", requests, seed=session.config.seed * 1009 + check)
-    with session.clock.phase("serve"), session.console.stage("live traffic", len(tasks)):
-
-        async def one(index: int) -> Rollout:
-            rollout = await run_rollout(
-                tasks[index],
-                taskset,
-                session.serving.client,
-                session.renderer,
-                Sampling(temperature=0.0, max_tokens=tasks[index].limits.max_tokens_per_turn),
-                rollout_id=f"live-{session.state.cycle}-{check}-{index}",
-                group_id=f"live-{session.state.cycle}-{check}",
-                source="live",
-            )
-            session.console.advance()
-            return rollout
-
-        rollouts = list(await asyncio.gather(*(one(index) for index in range(len(tasks)))))
-    session.record_rollouts(f"live-{session.state.cycle:03d}-{check:03d}", rollouts)
-    return rollouts
+    name = f"live-{session.state.cycle:03d}-{check:03d}"
+    with session.clock.phase("serve"):
+        return await play(session, settings, requests, session.serving.client, name=name, seed=check, source="live")
 
 
 def _judge(session: Session, rollouts: list[Rollout]) -> str | None:

@@ -1,0 +1,46 @@
+"""Greedy tries at held-out tasks, outside of training and of the gate: live traffic, and a first look at the base model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from evergrad.inference import EngineClient
+from evergrad.loop._session import Session
+from evergrad.rollouts import run_rollout
+from evergrad.types import Rollout, Sampling
+
+
+async def play(
+    session: Session,
+    settings: Mapping[str, Any],
+    count: int,
+    client: EngineClient,
+    *,
+    name: str,
+    seed: int,
+    source: str,
+) -> list[Rollout]:
+    """Runs ``count`` held-out tasks on an engine, and keeps the rollouts under ``name``."""
+    taskset = session.taskset(settings)
+    tasks = taskset.tasks("heldout", count, seed=session.config.seed * 1009 + seed)
+    with session.console.stage(f"{source} tries on {session.suite(settings)}", len(tasks)):
+
+        async def one(index: int) -> Rollout:
+            rollout = await run_rollout(
+                tasks[index],
+                taskset,
+                client,
+                session.renderer,
+                Sampling(temperature=0.0, max_tokens=tasks[index].limits.max_tokens_per_turn),
+                rollout_id=f"{name}-{index}",
+                group_id=name,
+                source=source,
+            )
+            session.console.advance()
+            return rollout
+
+        rollouts = list(await asyncio.gather(*(one(index) for index in range(len(tasks)))))
+    session.record_rollouts(name, rollouts)
+    return rollouts
