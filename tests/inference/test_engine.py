@@ -24,6 +24,7 @@ from conftest import (
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from evergrad.inference import EngineConfig, EngineError
+from evergrad.inference._attention import PagedCache
 from evergrad.inference.engine import Engine, Request, RequestError
 from evergrad.types import FinishReason, PolicySpan, Sampling
 
@@ -368,6 +369,13 @@ def test_a_folder_without_a_model_says_so(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(EngineError, match="cannot be loaded"):
         Engine(EngineConfig(model=str(tmp_path / "cut")))
+
+
+def test_a_model_that_is_computed_wrongly_is_not_served(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = PagedCache.attend
+    monkeypatch.setattr(PagedCache, "attend", lambda self, *args, **options: attend(self, *args, **options) * 1.01)
+    with pytest.raises(EngineError, match="differ from transformers"):
+        Engine(EngineConfig(model=str(model_folder), device="cpu", kv_cache_tokens=512))
 
 
 def test_a_model_that_gives_no_numbers_fails_its_request_only(engine: Engine) -> None:

@@ -70,7 +70,9 @@ def _serve(arguments: argparse.Namespace) -> None:
         print(json.dumps({"ready": True, "port": listener.getsockname()[1], "pid": os.getpid()}), flush=True)
 
     server = EngineServer(Engine(config), os.environ.get("EVERGRAD_TOKEN"), announce)
-    settings = uvicorn.Config(server.app, log_config=None, access_log=False, timeout_keep_alive=120)
+    settings = uvicorn.Config(
+        server.app, log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2
+    )
     uvicorn.Server(settings).run(sockets=[listener])
 
 

@@ -97,7 +97,7 @@ class StepLoop:
         return self.call(run)
 
     def trouble(self) -> str | None:
-        """Why the loop cannot be relied on, or None: it died, or the step it is in takes far longer than any before."""
+        """Why the loop cannot be relied on, or None: it died, or what it is at takes far longer than any step before."""
         if self.error is not None:
             return f"the engine stopped: {self.error}"
         if not self._thread.is_alive():
@@ -105,7 +105,7 @@ class StepLoop:
         since = self._busy_since
         limit = max(self.engine.config.stuck_after_s, 5 * self._longest_step_s)
         if since is not None and time.monotonic() - since > limit:
-            return f"the engine has been in one step for more than {limit:.1f} s"
+            return f"the engine has been at one thing for more than {limit:.1f} s"
         return None
 
     def _run(self) -> None:
@@ -146,11 +146,13 @@ class StepLoop:
                 function, future = self._calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
+            self._busy_since = time.monotonic()
             try:
                 future.set_result(function())
             except Exception as error:
                 # The caller's to handle: a refused request or update says nothing about the loop.
                 future.set_exception(error)
+            self._busy_since = None
 
     def _may_step(self) -> bool:
         with self._wake:

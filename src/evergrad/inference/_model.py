@@ -54,6 +54,8 @@ class Model:
         self._module = _load_module(Path(config.model), self.dtype, self.device)
         text = self._module.config.get_text_config()
         self.vocab_size: int = text.vocab_size
+        self.sample_logprobs = self._sample_logprobs()
+        """(tokens, logprob of each but the first) as transformers computes them, before anything is replaced."""
         limit = int(getattr(text, "max_position_embeddings", None) or config.kv_cache_tokens)
         self.max_len = min(config.max_model_len or limit, limit, config.kv_cache_tokens)
         self.has_windows = getattr(text, "sliding_window", None) is not None
@@ -127,7 +129,17 @@ class Model:
             for module, attribute, _ in places:
                 module._parameters[attribute] = parameter
 
+    @torch.inference_mode()
+    def _sample_logprobs(self) -> tuple[tuple[int, ...], list[float]]:
+        # The eager one is complete; faster ones leave out what their kernels do not know, such as a cap on scores.
+        self._module.config._attn_implementation = "eager"
+        tokens = tuple(7919 * place % self.vocab_size for place in range(1, 25))
+        logits = self._module(torch.tensor([tokens], device=self.device), use_cache=False).logits[0, :-1]
+        targets = torch.tensor(tokens[1:], device=self.device)
+        return tokens, torch.log_softmax(logits.float(), dim=-1).gather(1, targets[:, None])[:, 0].tolist()
+
     def _attach(self) -> None:
+        self._module.config._attn_implementation = ATTENTION_NAME
         layers = 0
         for module in self._module.modules():
             if hasattr(module, "layer_idx"):
@@ -162,7 +174,6 @@ def _load_module(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     if report["missing_keys"] or report["mismatched_keys"]:
         odd = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         raise EngineError(f"{len(odd)} tensors are missing or misshapen, first '{odd[0]}'", where=str(folder))
-    module.config._attn_implementation = ATTENTION_NAME
     module.to(device).eval().requires_grad_(False)
     return module
 

@@ -24,18 +24,20 @@ class WeightUpdates:
         self._loop = loop
         self._one_at_a_time = threading.Lock()
         self._receiver: SlotReceiver | None = None
-        self._stale: SlotReceiver | None = None
+        self._live: SlotReceiver | None = None
+        """Whose slot the engine serves from: it keeps its lock until other weights are live, whatever is attached meanwhile."""
 
     def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
-        """Maps a publisher's slots. The one that was attached before is let go, unless its slot is being served from.
+        """Maps a publisher's slots, in place of those that were attached before.
 
         Raises:
             TransferError: the descriptor does not lead to a publisher's slots.
         """
         with self._one_at_a_time:
             receiver = SlotReceiver(descriptor)
-            # The receiver before keeps its lock while its tensors may be live; the next update replaces them.
-            self._stale, self._receiver = self._receiver, receiver
+            if self._receiver is not None and self._receiver is not self._live:
+                self._receiver.close()
+            self._receiver = receiver
             return {"tensors": len(receiver.layout.tensors), "layout_hash": receiver.layout.hash}
 
     def update(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class WeightUpdates:
                 receiver.abort()
                 raise
             receiver.commit()
-            self._close_stale()
+            self._let_go_of_others(receiver)
             return _report(sealed.policy_version, pause_s, started)
 
     def load(self, weights_uri: str, policy_version: int, on_commit: Callable[[], None]) -> dict[str, Any]:
@@ -81,14 +83,14 @@ class WeightUpdates:
             else:
                 engine.stage_weights(load_tensors(folder), whole=True)
             pause_s = self._commit(policy_version, on_commit)
-            self._close_stale()
+            self._let_go_of_others(None)
             return _report(policy_version, pause_s, started)
 
     def close(self) -> None:
-        for receiver in (self._receiver, self._stale):
-            if receiver is not None:
-                receiver.close()
-        self._receiver = self._stale = None
+        for receiver in {self._receiver, self._live} - {None}:
+            assert receiver is not None
+            receiver.close()
+        self._receiver = self._live = None
 
     def _commit(self, policy_version: int, on_commit: Callable[[], None] | None = None) -> float:
         def commit() -> float:
@@ -100,10 +102,10 @@ class WeightUpdates:
 
         return self._loop.call(commit).result()
 
-    def _close_stale(self) -> None:
-        if self._stale is not None:
-            self._stale.close()
-            self._stale = None
+    def _let_go_of_others(self, live: SlotReceiver | None) -> None:
+        if self._live is not None and self._live is not live and self._live is not self._receiver:
+            self._live.close()
+        self._live = live
 
 
 def _report(policy_version: int, pause_s: float, started: float) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class Engine:
         self._staged: dict[str, torch.Tensor] | None = None
         self.num_steps = self.num_drawn = self.num_computed = 0
         self.num_drafted = self.num_accepted = 0
+        self._prove_itself()
 
     @property
     def has_work(self) -> bool:
@@ -236,6 +237,21 @@ class Engine:
     def close_session(self, session_id: str) -> None:
         """Ends what :meth:`open_session` began; requests that run are not touched."""
         self._session_requests.pop(session_id, None)
+
+    def _prove_itself(self) -> None:
+        """Compares with transformers' own forward, so that a model that is computed wrongly is never served."""
+        tokens, expected = self.model.sample_logprobs
+        tokens = tokens[: self.model.max_len]
+        worst = max(abs(a - b) for a, b in zip(self.logprobs(tokens), expected, strict=False))
+        # Half precision rounds differently in different orders of summation.
+        limit = 1e-3 if self.model.dtype == torch.float32 else 0.5
+        if not worst < limit:
+            raise EngineError(
+                f"this model's log-probabilities differ from transformers' by {worst:.2g}",
+                where=self.config.model,
+                hint="its architecture is not one that the engine can serve",
+            )
+        self.num_computed = 0
 
     def _check(self, request: Request, prompt_only: bool = False) -> None:
         count, limit = len(request.token_ids), self.model.max_len

@@ -35,10 +35,13 @@ class HttpError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
-    def response(self) -> JSONResponse:
+    @property
+    def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return JSONResponse({"error": body}, status_code=self.status)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return _reply(self.body, self.status)
 
 
 @dataclass
@@ -136,7 +139,7 @@ class EngineServer:
             }
             for index, answer in enumerate(answers)
         ]
-        return JSONResponse({"id": _new_id("gen"), "choices": choices, "usage": _usage(body.token_ids, answers)})
+        return _reply({"id": _new_id("gen"), "choices": choices, "usage": _usage(body.token_ids, answers)})
 
     async def _complete(
         self, request: Request, token_ids: tuple[int, ...], sampling: Sampling, n: int, session_id: str | None
@@ -210,7 +213,7 @@ class EngineServer:
             {"id": name, "object": "model", "created": self._started, "owned_by": "evergrad", "root": self.engine.config.model}
             for name in self.served_names
         ]
-        return JSONResponse({"object": "list", "data": data})
+        return _reply({"object": "list", "data": data})
 
     async def _chat_completions(self, request: Request) -> Response:
         body = wire.parse_body(wire.ChatBody, await _json(request))
@@ -234,14 +237,14 @@ class EngineServer:
             await events.aclose()  # type: ignore[attr-defined]
             raise
         if body.stream:
-            return StreamingResponse(reply.stream(first, events), media_type="text/event-stream")
+            return StreamingResponse(reply.stream_or_error(first, events), media_type="text/event-stream")
         gone = asyncio.create_task(_disconnected(request))
         work = asyncio.create_task(reply.collect(first, events))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise HttpError(499, "the client closed the connection", code="client_closed")
-            return JSONResponse(await work)
+            return _reply(await work)
         finally:
             for task in (work, gone):
                 task.cancel()
@@ -262,7 +265,7 @@ class EngineServer:
         trouble = self._steps.trouble()
         status = "ok" if trouble is None else "failing"
         body = {"status": status, "reason": trouble, "policy_version": self.engine.policy_version}
-        return JSONResponse(body, status_code=200 if trouble is None else 503)
+        return _reply(body, 200 if trouble is None else 503)
 
     async def _metrics(self) -> Response:
         engine = self.engine
@@ -290,7 +293,7 @@ class EngineServer:
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
                 raise HttpError(401, "administration needs the bearer token in EVERGRAD_TOKEN", code="unauthorized")
             body = await request.body()
-            return JSONResponse(await handler(_decode(body) if body else {}))
+            return _reply(await handler(_decode(body) if body else {}))
 
         return guarded
 
@@ -411,6 +414,14 @@ class _ChatReply:
             yield _sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
+    async def stream_or_error(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+        """The stream; what goes wrong after its start is said in it, since the status is sent."""
+        try:
+            async for part in self.stream(first, events):
+                yield part
+        except HttpError as error:
+            yield _sse(error.body)
+
     async def _pieces(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, str, str | None, _Answer]]:
         try:
             event: Event | None = first
@@ -468,6 +479,17 @@ def _usage(prompt: Any, answers: Iterable[_Answer]) -> dict[str, Any]:
         "total_tokens": len(prompt) + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def _reply(body: Any, status: int = 200) -> Response:
+    return _AsciiResponse(body, status_code=status)
+
+
+class _AsciiResponse(JSONResponse):
+    """JSON in ASCII: half of a surrogate pair, quoted from a request, has no place in UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _last(answer: _Answer) -> Event:
