@@ -14,7 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from long_functions import LONGEST, long_functions
+
+from tests.house.long_functions import LONGEST, long_functions
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "evergrad"

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from evergrad.inference import EngineConfig, EngineError
+from evergrad.inference._attention import PagedCache
+from evergrad.inference.engine import Engine, Request, RequestError
+from evergrad.types import FinishReason, PolicySpan, Sampling
+from tests.inference.conftest import (
     VOCABULARY,
     Done,
     Results,
@@ -21,12 +27,6 @@ from conftest import (
     reference_logprobs,
     worst_error,
 )
-from transformers import GenerationConfig, LlamaForCausalLM
-
-from evergrad.inference import EngineConfig, EngineError
-from evergrad.inference._attention import PagedCache
-from evergrad.inference.engine import Engine, Request, RequestError
-from evergrad.types import FinishReason, PolicySpan, Sampling
 
 MakeEngine = Callable[..., Engine]
 TOLERANCE = 1e-4

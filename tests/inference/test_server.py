@@ -21,11 +21,11 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from conftest import load_reference, make_model, prompt_of, reference_logprobs
 
 from evergrad.inference import EngineClient, EngineConfig, EngineError
 from evergrad.transfer import SlotPublisher, load_tensors, save_tensors
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling
+from tests.inference.conftest import load_reference, make_model, prompt_of, reference_logprobs
 
 TOKEN = "only-for-tests"
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Results, ask, finish, gather, load_reference, make_model, prompt_of, worst_error
 from transformers import LlamaForCausalLM
 
 from evergrad.inference import EngineConfig, EngineError
 from evergrad.inference.engine import Engine, Request
 from evergrad.transfer import SlotPublisher, SlotReceiver, load_tensors
 from evergrad.types import PolicySpan, Sampling
+from tests.inference.conftest import Results, ask, finish, gather, load_reference, make_model, prompt_of, worst_error
 
 MakeEngine = Callable[..., Engine]
 TOLERANCE = 1e-4

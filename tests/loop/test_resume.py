@@ -64,7 +64,7 @@ def reached(moment: str, run: Path) -> bool:
     if moment in ("rollouts", "training") and (run / "rollouts" / "step-000001.jsonl").exists():
         return True
     if moment == "warm start":
-        return (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0
+        return (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 3
     if moment == "rollouts":
         return (run / "rollouts" / "step-000001.jsonl.partial").exists()
     if moment == "training":
@@ -73,10 +73,10 @@ def reached(moment: str, run: Path) -> bool:
     return any((run / "checkpoints").glob("*learn-00002*")) or any((run / "checkpoints").glob(".*learn-00002*"))
 
 
-MOMENTS = ("rollouts", "training", "saving")
+MOMENTS = ("warm start", "rollouts", "training", "saving")
 VICTIMS = ("controller", "evergrad.inference", "evergrad.training")
 # The others go the same way and take minutes more: `make test-slow`.
-EVERY_TIME = {("controller", "rollouts"), ("evergrad.training", "saving")}
+EVERY_TIME = {("controller", "rollouts"), ("evergrad.training", "warm start")}
 PAIRS = [
     pytest.param(victim, moment, marks=() if (victim, moment) in EVERY_TIME else pytest.mark.slow)
     for victim in VICTIMS
@@ -106,6 +106,9 @@ def test_killed_and_resumed_equals_left_alone(
     assert weights_hash(run) == undisturbed
     assert_whole(run)
     learned = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(step["kind"], step["step"]) for step in learned] == [("sft", n) for n in range(1, 13)] + [
+        ("rl", n) for n in (1, 2, 3)
+    ]
     assert any(step["informative_groups"] for step in learned if step["kind"] == "rl"), "nothing was learned: proves nothing"
 
 
@@ -122,10 +125,11 @@ def assert_whole(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_all_and_goes_on_later(undisturbed: str, tiny_config: Path, start: Start) -> None:
+@pytest.mark.parametrize("moment", ["warm start", "rollouts"])
+def test_ctrl_c_stops_all_and_goes_on_later(undisturbed: str, tiny_config: Path, start: Start, moment: str) -> None:
     run = tiny_config.parent / "interrupted"
     process = start("run", str(tiny_config), "--run-dir", str(run))
-    wait_for("rollouts", run, process)
+    wait_for(moment, run, process)
     children = workers(process.pid)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import make_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.training import attention
 from evergrad.training.forest import Forest, TrainedTokens, plant
 from evergrad.types import TrainingSample
+from tests.training.conftest import make_sample
 
 
 @st.composite

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_batch, make_sample
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from evergrad.training import LoraConfig, LossConfig, TrainerConfig
 from evergrad.training.trainer import Trainer
 from evergrad.types import TrainingBatch, TrainingSample
+from tests.training.conftest import make_batch, make_sample
 
 POLICY_GRADIENT, CROSS_ENTROPY = LossConfig(name="policy_gradient"), LossConfig(name="cross_entropy")
 

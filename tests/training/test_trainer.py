@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_batch, make_sample
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from evergrad.training import LossConfig, TrainerConfig, TrainerError
 from evergrad.training.trainer import Trainer
 from evergrad.transfer import SlotPublisher, TransferError, load_tensors, merged_tensors
 from evergrad.types import TrainingBatch
+from tests.training.conftest import make_batch, make_sample
 
 CROSS_ENTROPY = LossConfig(name="cross_entropy")
 METHODS = ["lora", "full"]

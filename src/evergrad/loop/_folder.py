@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -113,10 +113,21 @@ class RunFolder:
     def save_state(self, state: LoopState) -> None:
         write_json(self.path / "state.json", dataclasses.asdict(state))
 
+    def save_wall_time(self, wall_s: float) -> None:
+        """Puts the seconds up to now into the state as it was last saved, and changes nothing else of it."""
+        if (self.path / "state.json").exists():
+            state = self.load_state(LoopState())
+            state.wall_s = wall_s
+            self.save_state(state)
+
+    def write_metrics(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """``metrics.jsonl`` as the state knows it: without the steps that a crash took back."""
+        write_text(self.path / "metrics.jsonl", "".join(_metrics_line(record) for record in records))
+
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """One line to ``metrics.jsonl``."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            file.write(_metrics_line(record))
 
     def _check_config(self, config: RunConfig) -> None:
         resolved = config.model_dump(mode="json", exclude_none=True)
@@ -134,6 +145,10 @@ class RunFolder:
                 hint="choose another --run-dir (or remove the folder) to start anew, or undo the change to go on",
             )
         write_text(path, to_toml(resolved))
+
+
+def _metrics_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -28,6 +28,7 @@ from evergrad.loop._playing import play
 from evergrad.loop._session import Session
 from evergrad.rollouts import (
     Buffer,
+    NothingToLearn,
     Ticket,
     assign_advantages,
     derive_seed,
@@ -103,6 +104,8 @@ async def learn(session: Session) -> Stage:
                     session.event(f"RL stops after {state.step} steps: {reason}")
                     break
                 await _step(session, buffer)
+    except NothingToLearn as reason:
+        session.event(f"RL stops after {state.step} steps: {reason}")
     finally:
         rolling.cancel()
         await asyncio.gather(rolling, return_exceptions=True)

@@ -43,6 +43,7 @@ class Session:
     def __init__(self, config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
         self.config, self.folder, self.console = config, folder, console
         self.state = folder.load_state(LoopState(deployed=dict(config.environment.settings)))
+        folder.write_metrics(self.state.steps)
         self.placement = LocalPlacement(folder.path / "logs")
         self.writer = RolloutWriter(folder.rollouts)
         self.cores = config.placement.threads or os.cpu_count() or 1
@@ -77,7 +78,8 @@ class Session:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self.save_state()
+        # What happened since the last checkpoint is not saved: it is done again, from weights that match it.
+        self.folder.save_wall_time(self.wall_s())
         self.writer.close()
         await self._exit.aclose()
 
@@ -125,7 +127,7 @@ class Session:
         self.save_state()
 
     def save_state(self) -> None:
-        """Writes the state with the seconds up to now."""
+        """Writes the state with the seconds up to now. Call it where checkpoint and state agree."""
         now = time.monotonic()
         self.state.wall_s, self._started = self.state.wall_s + now - self._started, now
         self.folder.save_state(self.state)

@@ -4,7 +4,7 @@ Knows no engine: it is handed a ``Generate``. The walk: ``run_group`` (``run_rol
 ``Buffer.take_batch`` → ``TrainingBatch``.
 """
 
-from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, Ticket, keep_filled
+from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, NothingToLearn, Ticket, keep_filled
 from evergrad.rollouts._renderer import Renderer, RendererError, extends
 from evergrad.rollouts._run import Generate, Sessions, check_training_sampling, derive_seed, run_group, run_groups, run_rollout
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
@@ -20,6 +20,7 @@ __all__ = [
     "CutSamples",
     "FakeEngine",
     "Generate",
+    "NothingToLearn",
     "Renderer",
     "RendererError",
     "RolloutWriter",

@@ -32,6 +32,10 @@ class BufferStopped(EvergradError):
     """No further batch will come, and why."""
 
 
+class NothingToLearn(BufferStopped):
+    """Batch after batch had equal rewards within every group: the tasks are solved, or out of reach."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """Leave to run one group."""
@@ -258,7 +262,7 @@ class Buffer:
     def _watch_flatness(self, batch: TrainingBatch) -> None:
         self._flat_batches = 0 if batch.metrics["informative_groups"] else self._flat_batches + 1
         if self._flat_batches > self._flat_batches_allowed and self._stop is None:
-            self._stop = BufferStopped(
+            self._stop = NothingToLearn(
                 f"{self._flat_batches} batches in a row had equal rewards within every group: nothing to learn from",
                 where=f"mean reward {batch.metrics['reward_mean']:.3f}",
                 hint="near 1 the tasks are solved: take harder ones; near 0 they are out of reach: warm-start first",

@@ -15,12 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from conftest import make_batch
 
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig, TrainerError
 from evergrad.training.trainer import Trainer
 from evergrad.transfer import Manifest, SlotReceiver, load_tensors, merged_tensors
 from evergrad.types import TrainingBatch
+from tests.training.conftest import make_batch
 
 CROSS_ENTROPY = LossConfig(name="cross_entropy")
 TOKEN = "a-token"
