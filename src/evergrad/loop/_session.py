@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -175,23 +176,22 @@ class Session:
         return {self.suite(each): self.taskset(each).contract_hash for each in (self.state.deployed, *self.state.known)}
 
     def training_task(self, settings: Mapping[str, Any], position: int) -> Task:
-        """Task ``position`` of the training order under ``settings``; none comes twice before all have come once."""
-        key = repr(sorted(settings.items()))
-        rl = self.recipe.rl
-        need = max(1, rl.steps) * rl.groups_per_step * 2
-        if len(self._tasks.get(key, ())) == 0:
-            taskset = self.taskset(settings)
-            seed = derive_seed(self.config.seed, "training", self.state.cycle)
-            tasks = []
-            for task in taskset.stream("train", seed):
-                tasks.append(task)
-                if len(tasks) == need:
-                    break
-            if not tasks:
+        """Task ``position`` of this cycle's order under ``settings``; none comes twice before all have come once.
+
+        The order depends on the run's seed and the cycle alone, so that a resumed run goes on in it.
+        """
+        cycle = self.state.cycle
+        key = repr((cycle, sorted(settings.items())))
+        if key not in self._tasks:
+            rl, taskset = self.recipe.rl, self.taskset(settings)
+            # Discarded groups take tasks too, hence twice what the steps need; a smaller environment gives all it has.
+            need = 2 * max(1, rl.steps) * rl.groups_per_step
+            stream = taskset.stream("train", derive_seed(self.config.seed, "training", cycle))
+            self._tasks[key] = list(islice(stream, need))
+            if not self._tasks[key]:
                 raise EvergradError(f"environment '{taskset.name}' has no training tasks", where=self.suite(settings))
-            self._tasks[key] = tasks
-        tasks_in_order = self._tasks[key]
-        return tasks_in_order[position % len(tasks_in_order)]
+        tasks = self._tasks[key]
+        return tasks[position % len(tasks)]
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
