@@ -13,11 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 
+LOG_WIDTH = 120
+
+
 class LoopConsole:
     """Prints events; on a terminal the current stage has a progress bar beneath them."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = LOG_WIDTH  # a file has no width of its own
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
 
@@ -57,7 +62,9 @@ class LoopConsole:
 
     def summary(self, report: Mapping[str, Any]) -> None:
         """The run in two tables, what it gained and what it cost, and the figures that a reader takes away."""
-        cycles = Table(box=box.SIMPLE_HEAD, title=f"{report.get('name')}: what each cycle gained", title_justify="left")
+        cycles = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, title=f"{report.get('name')}: what each cycle gained", title_justify="left"
+        )
         for head in ("#", "suite", "before → after", "gain, 95%", "n", "verdict", "usd"):
             cycles.add_column(head, justify="left" if head in ("suite", "verdict") else "right", no_wrap=True)
         for cycle in report.get("cycles", []):
@@ -74,7 +81,7 @@ class LoopConsole:
             for suite, other in cycle["other_suites"].items():
                 cycles.add_row("", suite, f"{_figure(other['before'], '.3f')} → {_figure(other['after'], '.3f')}")
         cost = report["cost"]
-        money = Table(box=box.SIMPLE_HEAD, title="what it cost", title_justify="left")
+        money = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="what it cost", title_justify="left")
         money.add_column("phase")
         money.add_column("usd", justify="right")
         for phase, usd in sorted(cost["by_phase"].items(), key=lambda item: -(item[1] or 0.0)):
