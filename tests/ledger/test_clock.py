@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad.ledger import IDLE, UNATTRIBUTED, Ledger, LedgerError, PhaseClock, PriceBook
+from evergrad.ledger import IDLE, UNATTRIBUTED, Ledger, LedgerError, PhaseClock, Price, PriceBook
 
 
 class Time:
@@ -262,6 +263,24 @@ def test_time_of_a_killed_process_is_charged_when_the_ledger_is_opened_again(tmp
     assert [item.holds for item in reopened.conservation()] == [True]
     again = Ledger(path)
     assert seconds(again) == found
+
+
+def test_a_reader_charges_nothing_and_the_run_charges_at_its_own_prices(tmp_path: Path, time: Time) -> None:
+    path, own = tmp_path / "ledger.sqlite", PriceBook(prices={"cpu_core_s": Price(usd=Decimal(2))})
+    clock = PhaseClock(Ledger(path, own), subject="s", cores=3, heartbeat_s=None, now_ns=time)
+    clock.start()
+    time.seconds(5)
+    clock.heartbeat()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE reservations SET owner = json_set(owner, '$.started', 'before')")
+    with Ledger.for_reading(path) as reader:
+        assert reader.entries() == ()
+        assert reader.uncharged() == {"cpu_core_s": 15}
+        assert set(reader.price_books()) == {own.hash}
+        reader.check_conservation()
+    again = Ledger(path, own)
+    assert [(entry.phase, entry.usd, entry.price_book) for entry in again.entries()] == [(UNATTRIBUTED, 30, own.hash)]
+    assert again.uncharged() == {}
 
 
 def test_a_number_of_a_process_that_was_given_out_again_is_not_the_owner(ledger: Ledger, time: Time) -> None:

@@ -6,7 +6,7 @@ inside another takes its time out of the outer one. So for each reserved resourc
     units × wall time  =  Σ phases  +  idle          (in integer nanoseconds: to the last digit)
 
 What a clock has seen is put down at each end of a phase. In between, a heartbeat puts down how much time has passed: should
-the process be killed, whoever opens the ledger next charges that time as ``unattributed``.
+the process be killed, whoever opens the ledger next to write to it charges that time as ``unattributed``.
 """
 
 from __future__ import annotations

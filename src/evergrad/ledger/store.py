@@ -122,7 +122,8 @@ class Conservation:
 class Ledger:
     """Cost entries in one database; any number of processes and threads may append at once.
 
-    Opening it charges the time of clocks whose process has died since (see :class:`~evergrad.ledger.PhaseClock`).
+    Opening it charges the time of clocks whose process has died since (see :class:`~evergrad.ledger.PhaseClock`), at the
+    prices of ``price_book``; so whoever only looks opens it by :meth:`for_reading`, and the run's own book is used later.
 
     Args:
         location: An SQLite file or an SQLAlchemy URL.
@@ -130,12 +131,25 @@ class Ledger:
     """
 
     def __init__(self, location: str | Path, price_book: PriceBook | None = None) -> None:
+        self._open(location, price_book)
+        self._keep_book()
+        self._charge_dead_clocks()
+
+    @classmethod
+    def for_reading(cls, location: str | Path) -> Ledger:
+        """Opens a ledger to look at: no entry is made, whatever has died, since a reader does not know the run's prices.
+
+        What it leaves for the next opening is in :meth:`uncharged`.
+        """
+        ledger = cls.__new__(cls)
+        ledger._open(location, None)
+        return ledger
+
+    def _open(self, location: str | Path, price_book: PriceBook | None) -> None:
         self.price_book = price_book or PriceBook.load()
         self.database = Database(location, tables, room="ledger", schema_version=SCHEMA_VERSION)
         self._total_lock = threading.Lock()
         self._total_until, self._total_known, self._total_unpriced = 0, Decimal(0), 0
-        self._keep_book()
-        self._charge_dead_clocks()
 
     def close(self) -> None:
         self.database.close()
@@ -265,6 +279,19 @@ class Ledger:
             for row in reservations
             for resource, units in json.loads(row.reserved).items()
         )
+
+    def uncharged(self) -> dict[str, Decimal]:
+        """Quantities by resource that clocks have seen pass and not yet put down: of phases that go on, or of the dead."""
+        table = reservations_table
+        with self.database.read() as connection:
+            rows = connection.execute(sa.select(table).where(sa.not_(table.c.closed))).all()
+        pending: dict[str, Decimal] = {}
+        for row in rows:
+            for resource, units in json.loads(row.reserved).items():
+                quantity = reserved_quantity(row.elapsed_ns - row.charged_ns, Decimal(units))
+                if quantity:
+                    pending[resource] = EXACT.add(pending.get(resource, Decimal(0)), quantity)
+        return pending
 
     def check_conservation(self) -> None:
         """Raises:
