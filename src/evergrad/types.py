@@ -7,7 +7,9 @@ The walk of one rollout, and the noun at each stop::
 
     envs.Taskset ──Task──▶ rollouts.run_rollout ──Rollout──▶ rollouts.assign_advantages ──TrainingSample──▶
     rollouts.Buffer ──TrainingBatch──▶ training.Trainer ──tensors, policy_version──▶ transfer ──▶ inference engine
-    registry ──ModelVersion──▶ evals ──EvalReport──▶ ledger ──CostEntry──▶ evals.gate ──Verdict──▶ registry.promote
+    registry ──ModelVersion──▶ evals.evaluate ──EvalReport──▶ evals.gate ──Verdict──▶ registry.promote
+
+Beside it, ``ledger`` keeps a ``CostEntry`` for the core-seconds of each phase; the report puts them next to what they bought.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens and seconds that were spent; adds with ``+``. Costs travel as usage on the data, never as dollars.
+    """Tokens and seconds that were spent; adds with ``+``. Says what was used; what it cost is the ledger's word.
 
     >>> Usage(prompt_tokens=40, cached_tokens=32, completion_tokens=9) + Usage(prompt_tokens=60, completion_tokens=5)
     Usage(prompt_tokens=100, cached_tokens=32, completion_tokens=14, seconds=0.0)
@@ -389,7 +391,6 @@ class CostEntry:
     """Hash of the price book that priced it."""
     at: str = ""
     """UTC, ISO 8601."""
-    tokens: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
