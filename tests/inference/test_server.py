@@ -44,12 +44,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **changes: Any) -> Iterator[Server]:
+def serving(
+    folder: Path, *, script: tuple[str, ...] = ("-m", "evergrad.inference"), stderr: int | None = None, **changes: Any
+) -> Iterator[Server]:
     config = {"model": str(folder), "device": "cpu", "kv_cache_tokens": 4096, "block_size": 8, "threads": 1, **changes}
     process = subprocess.Popen(
-        [sys.executable, "-m", "evergrad.inference", "--config-json", json.dumps(config), "--port", "0", "--die-with-parent"],
+        [sys.executable, *script, "--config-json", json.dumps(config), "--port", "0", "--die-with-parent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**os.environ, "EVERGRAD_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
     )
@@ -534,6 +537,32 @@ async def test_an_engine_whose_loop_died_says_so(model_folder: Path) -> None:
     finally:
         running.should_exit = True
         thread.join()
+
+
+DYING = """
+import sys
+from evergrad.inference.__main__ import main
+from evergrad.inference.engine import Engine
+step = Engine.step
+def failing(self):
+    if self.num_steps > 5:
+        raise MemoryError("no block left")
+    return step(self)
+Engine.step = failing
+sys.exit(main())
+"""
+
+
+async def test_an_engine_whose_loop_died_ends_its_process(model_folder: Path) -> None:
+    with serving(model_folder, script=("-c", DYING), stderr=subprocess.PIPE) as server:
+        async with server.client() as client:
+            waiting = [client(prompt_of(5, seed=index), Sampling(max_tokens=200)) for index in range(3)]
+            for answer in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(answer, EngineError)
+                assert "status 503: the engine stopped" in str(answer)
+        assert await asyncio.to_thread(server.process.wait, 10) == 1
+        assert server.process.stderr is not None
+        assert "the engine stopped: MemoryError" in server.process.stderr.read().splitlines()[-1]
 
 
 def test_a_wrong_start_is_one_clear_line(server: Server, model_folder: Path, tmp_path: Path) -> None:

@@ -66,13 +66,20 @@ class EngineServer:
     Args:
         token: What admin routes demand as a bearer; None closes them.
         on_ready: Called once, when requests are answered.
+        on_death: Called once in the event loop, should the engine die, after every waiting request was told.
     """
 
-    def __init__(self, engine: Engine, token: str | None, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        token: str | None,
+        on_ready: Callable[[], None] = lambda: None,
+        on_death: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         self.engine = engine
         self.chat = ChatFormat(Path(engine.config.model), engine.model.eos_token_ids)
         self.served_names: tuple[str, ...] = tuple(dict.fromkeys((*engine.config.served_names, Path(engine.config.model).name)))
-        self._token, self._on_ready = token, on_ready
+        self._token, self._on_ready, self._on_death = token, on_ready, on_death
         self._queues: dict[str, asyncio.Queue[Event | Exception]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._steps = StepLoop(engine, self._deliver, self._bury)
@@ -202,6 +209,7 @@ class EngineServer:
         def tell() -> None:
             for queue in self._queues.values():
                 queue.put_nowait(error)
+            self._on_death(error)
 
         if self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(tell)
