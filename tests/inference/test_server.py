@@ -383,7 +383,9 @@ async def test_a_session_that_does_not_come_is_not_waited_for_long(client: Engin
     await client(prompt_of(5), Sampling(max_tokens=2), session_id="here")
     assert time.monotonic() - started > 2.0
     await client(prompt_of(5), Sampling(max_tokens=2), session_id="here")
+    assert client.take_lockstep_misses() == 0
     assert await client.close_sessions(["here", "gone"]) == 1
+    assert (client.take_lockstep_misses(), client.take_lockstep_misses()) == (1, 0)
 
 
 async def test_updates_over_shared_memory(model_folder: Path, tmp_path: Path) -> None:
