@@ -319,30 +319,41 @@ async def test_openai_errors_are_its_own_kinds(server: Server) -> None:
             await chat.chat.completions.create(model="agent", messages=MESSAGES, tools=[tool])
 
 
-async def test_a_client_that_leaves_frees_its_row(http: httpx.AsyncClient, server: Server) -> None:
-    async def rows() -> int:
-        text = (await http.get("/metrics")).text
-        values = dict(line.split() for line in text.splitlines())
-        return int(values["evergrad_engine_rows_running"]) + int(values["evergrad_engine_rows_waiting"])
+async def test_a_client_that_leaves_frees_its_row(http: httpx.AsyncClient) -> None:
+    async def figures() -> tuple[int, int]:
+        """Rows in work, and tokens drawn so far."""
+        values = dict(line.split() for line in (await http.get("/metrics")).text.splitlines())
+        rows = int(values["evergrad_engine_rows_running"]) + int(values["evergrad_engine_rows_waiting"])
+        return rows, int(values["evergrad_engine_tokens_drawn_total"])
 
-    long = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 250, "n": 60, "temperature": 3.0}}
-    chat = {"model": "agent", "messages": MESSAGES, "max_tokens": 200, "n": 60, "temperature": 3.0}
-    for path, body in (
-        ("/inference/v1/generate", long),
-        ("/v1/chat/completions", chat),
-        ("/v1/chat/completions", {**chat, "stream": True}),
+    async def rows_become(wanted: bool) -> int:
+        for _ in range(500):
+            rows, drawn = await figures()
+            if (rows > 0) is wanted:
+                return drawn
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{rows} rows in work")
+
+    async def ask(path: str, body: dict[str, Any]) -> None:
+        async with http.stream("POST", path, json=body) as response:
+            async for _ in response.aiter_raw():
+                pass
+
+    sampling = {"n": 60, "temperature": 3.0, "seed": 5}
+    generate = {"token_ids": [5, 6], "sampling_params": {**sampling, "max_tokens": 250}}
+    chat = {"model": "agent", "messages": MESSAGES, "max_tokens": 200, **sampling}
+    for path, body, ways in (
+        ("/inference/v1/generate", generate, [{}]),
+        ("/v1/chat/completions", chat, [{}, {"stream": True}]),
     ):
-        with contextlib.suppress(httpx.TimeoutException):
-            async with http.stream("POST", path, json=body, timeout=0.3) as response:
-                assert response.status_code == 200
-                async for _ in response.aiter_raw():
-                    break
-        assert await rows() > 0 or path.endswith("completions")
-        for _ in range(100):
-            if await rows() == 0:
-                break
-            await asyncio.sleep(0.05)
-        assert await rows() == 0
+        whole = (await http.post(path, json=body)).raise_for_status().json()["usage"]["completion_tokens"]
+        for way in ways:
+            before = await rows_become(False)
+            leaving = asyncio.create_task(ask(path, {**body, **way}))
+            await rows_become(True)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            assert await rows_become(False) - before < whole, "it was worked on to its end"
 
 
 async def test_lockstep_is_bit_identical_whatever_the_arrival(client: EngineClient) -> None:

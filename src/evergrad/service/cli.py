@@ -209,7 +209,7 @@ def rollouts_show(
     n: Annotated[int, typer.Option("-n", "--last", min=1, help="How many of the last ones.")] = 3,
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="NAME", help="Only train, eval, demonstration or live.", show_default=False),
+        typer.Option("--source", metavar="NAME", help="Only train, eval or live.", show_default=False),
     ] = None,
     outcome: Annotated[
         str | None,
