@@ -233,7 +233,7 @@ async def test_no_input_makes_a_server_error(http: httpx.AsyncClient) -> None:
 
 
 async def test_administration_needs_the_token(http: httpx.AsyncClient, server: Server) -> None:
-    paths = ["weights/attach", "weights/update", "weights/load", "logprobs", "served_names", "reset_prefix_cache"]
+    paths = ["weights/attach", "weights/update", "weights/load", "logprobs", "reset_prefix_cache"]
     for path in [*paths, "sessions/open", "sessions/close"]:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
             response = await http.post(f"/admin/{path}", json={}, headers=headers)

@@ -104,10 +104,6 @@ class EngineClient:
         """Forgets all computed prompts, so that what follows depends on nothing before."""
         await self._post("/admin/reset_prefix_cache", {})
 
-    async def served_names(self, names: Sequence[str]) -> None:
-        """Sets the names that ``/v1/*`` answers to."""
-        await self._post("/admin/served_names", {"names": list(names)})
-
     async def health(self) -> dict[str, Any]:
         """``{status, reason, policy_version}`` of an engine that works; answers within five seconds or raises."""
         return await self._send("GET", "/health", None, timeout=5.0)

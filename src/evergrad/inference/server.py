@@ -103,7 +103,6 @@ class EngineServer:
             "weights/update": self._update,
             "weights/load": self._load,
             "logprobs": self._logprobs,
-            "served_names": self._set_served_names,
             "reset_prefix_cache": self._reset_prefix_cache,
             "sessions/open": self._open_sessions,
             "sessions/close": self._close_sessions,
@@ -337,10 +336,6 @@ class EngineServer:
             return {"logprobs": self.engine.logprobs(body.token_ids), "policy_version": self.engine.policy_version}
 
         return await asyncio.wrap_future(self._steps.call(probe))
-
-    async def _set_served_names(self, data: Any) -> Any:
-        self.served_names = wire.parse_body(wire.NamesBody, data).names
-        return {"served_names": list(self.served_names)}
 
     async def _reset_prefix_cache(self, data: Any) -> Any:
         if data:
