@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum, StrEnum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 
 class EvergradError(Exception):
@@ -394,33 +394,41 @@ class CostEntry:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def plain(value: Any) -> Any:
-    """``value`` as JSON values only. Nouns become objects, money keeps its digits, and what is not finite shows as a name.
+def plain(value: Any, nonfinite: Literal["name", "null"] = "name") -> Any:
+    """``value`` as JSON values only. Nouns become objects, money keeps its digits.
+
+    Args:
+        nonfinite: What becomes of a float that JSON has no word for: its name (``"NaN"``), so that a record says what was
+            wrong, or null, for readers that expect a number or none.
 
     Raises:
         TypeError: for anything that has no obvious JSON form.
 
     >>> plain({"usd": Decimal("0.10"), "loss": float("nan"), "outcome": Outcome.SCORED, "span": PolicySpan(4, 0, 3)})
     {'usd': '0.10', 'loss': 'NaN', 'outcome': 'scored', 'span': {'policy_version': 4, 'start': 0, 'end': 3}}
+    >>> plain({"loss": float("inf"), "lr": 0.1}, nonfinite="null")
+    {'loss': None, 'lr': 0.1}
     """
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, Enum):
-        return plain(value.value)
+        return plain(value.value, nonfinite)
     if isinstance(value, (str, Decimal, PurePath)):
         return str(value)
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
+        if nonfinite == "null":
+            return None
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: plain(getattr(value, item.name), nonfinite) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(inner) for key, inner in value.items()}
+        return {str(plain(key)): plain(inner, nonfinite) for key, inner in value.items()}
     if isinstance(value, AbstractSet):
-        return sorted(plain(inner) for inner in value)
+        return sorted(plain(inner, nonfinite) for inner in value)
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [plain(inner, nonfinite) for inner in value]
     raise TypeError(f"no JSON form for {type(value).__name__}: {value!r}")
 
 
