@@ -17,7 +17,7 @@ from evergrad.service._edge import guarded
 
 app = typer.Typer(
     name="evergrad",
-    help="Keeps an open-weights agent in training for as long as it serves, and puts a price on every step.",
+    help="Keeps an open-weights agent in training for as long as it serves, and states what each promotion gained and cost.",
     no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,

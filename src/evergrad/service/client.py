@@ -1,7 +1,7 @@
 """A small client of a served endpoint; needs nothing of the house but its nouns.
 
-Any OpenAI client works against the same address; this one speaks in :class:`~evergrad.types.Message` and knows the house's
-errors.
+Any OpenAI client gets chat completions at the same address; this one speaks in :class:`~evergrad.types.Message` and knows the
+house's errors.
 """
 
 from __future__ import annotations
