@@ -108,6 +108,16 @@ def test_subjects_change_on_the_way(ledger: Ledger, time: Time) -> None:
     ledger.check_conservation()
 
 
+def test_the_same_subject_again_loses_no_idle_time(ledger: Ledger, time: Time) -> None:
+    with PhaseClock(ledger, subject="cycle-1", cores=1, heartbeat_s=None, now_ns=time) as clock:
+        time.seconds(0.5)
+        clock.heartbeat()
+        clock.subject = "cycle-1"
+        time.seconds(0.25)
+    assert seconds(ledger) == {IDLE: Decimal("0.75")}
+    ledger.check_conservation()
+
+
 def test_a_machine_with_gpus_charges_both(ledger: Ledger, time: Time) -> None:
     reserved = {"cpu_core_s": 16, "gpu_h100_s": 2, "gpu_unheard_of_s": 1}
     with PhaseClock(ledger, subject="s", reserved=reserved, heartbeat_s=None, now_ns=time) as clock:

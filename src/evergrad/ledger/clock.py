@@ -161,7 +161,9 @@ class PhaseClock:
     @subject.setter
     def subject(self, subject: str) -> None:
         with self._lock:
-            if subject != self._subject and self._running:
+            if subject == self._subject:
+                return  # with a new span, idle time that a heartbeat has seen would be lost
+            if self._running:
                 self._advance()
                 self._charge([self._idle])
             self._subject = subject
