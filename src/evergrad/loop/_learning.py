@@ -120,7 +120,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
     with session.clock.phase("rollout"):
         batch = await buffer.take_batch()
     rolled = time.monotonic()
-    metrics = await session.train(batch, rl.loss, rl.lr)
+    metrics = await session.train(batch, rl.loss, rl.lr_at(state.step))
     trained = time.monotonic()
     receipt = await session.publish()
     await buffer.advance(state.policy_version)

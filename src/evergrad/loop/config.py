@@ -60,6 +60,9 @@ class RLConfig(Config):
     """Groups a step whose rewards are all equal, and which others replace before they are taken as they are: no gradient comes
     from them, and Adam makes a step of full length out of the few that are left (dynamic sampling, arXiv 2503.14476)."""
     lr: float = Field(4e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises to ``lr``. Adam's first step moves every weight by the whole rate, whatever the
+    size of its gradient; a few groups decide that gradient."""
     temperature: float = Field(1.0, gt=0)
     """Greedy rollouts have no gradient, hence > 0."""
     advantage: str = "group_mean"
@@ -70,6 +73,14 @@ class RLConfig(Config):
     """Ends the phase early when the mean reward of the last three steps reaches this."""
     replay_share: float = Field(0.25, ge=0, lt=1)
     """Share of groups that come from earlier contracts, when there are any."""
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0.
+
+        >>> [RLConfig(lr=0.4, warmup_steps=3).lr_at(step) for step in (0, 1, 3, 9)]
+        [0.1, 0.2, 0.4, 0.4]
+        """
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
 
     @model_validator(mode="after")
     def _sound(self) -> RLConfig:
