@@ -56,8 +56,8 @@ class LoopState:
     changes_applied: int = 0
     wall_s: float = 0.0
     """Seconds of earlier sessions."""
-    cycle_started: dict[str, float] = field(default_factory=dict)
-    """``usd`` and ``wall_s`` when the cycle began."""
+    cycle_started: dict[str, float | None] = field(default_factory=dict)
+    """``cycle``, ``usd`` and ``wall_s`` when it began; ``usd`` is ``None`` when something was unpriced by then."""
     cycles: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
