@@ -7,6 +7,7 @@ import os
 import signal
 import tomllib
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evergrad.config import load_config
+from evergrad.envs import Taskset
 from evergrad.evals import GateConfig
+from evergrad.loop import _measuring
 from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
 from evergrad.loop._measuring import _incumbent
@@ -27,7 +30,7 @@ from evergrad.loop._watching import judge_traffic
 from evergrad.loop.config import RunConfig
 from evergrad.loop.placement import LocalPlacement, WorkerDied
 from evergrad.registry import Registry
-from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Usage, Verdict
+from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 WORDS = st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=["Cc"]), max_size=8)
@@ -258,3 +261,71 @@ async def test_a_version_that_is_not_what_was_trained_leaves_the_old_one_serving
         assert engine.serves == "old"
         assert serving.version is not None
         assert serving.version.version_id == "old"
+
+
+class _Measuring:
+    """As much of a session as a report needs; ``saved`` is what a crash would leave of the scores."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.config = load_config(RunConfig, next(path for path in EXAMPLES if path.stem == "demo_short"))
+        self.folder, self.state, self.engine, self.renderer = SimpleNamespace(path=folder), LoopState(), None, None
+        self.clock = SimpleNamespace(phase=lambda name: nullcontext())
+        self.console = SimpleNamespace(stage=lambda *_: nullcontext(), advance=lambda note: None)
+        self.tasks = Taskset(self.config.environment.name, settings)
+        self.saved: list[dict[str, Any]] = []
+        self.measurements = 0
+
+    def suite(self, settings: Any) -> str:
+        return "letters@v1"
+
+    def taskset(self, settings: Any) -> Taskset:
+        return self.tasks
+
+    def require_holder(self, client: Any, version: ModelVersion) -> None:
+        self.measurements += 1
+
+    def spent_usd(self) -> float:
+        return 1.0
+
+    def event(self, text: str) -> None: ...
+
+    def record_rollouts(self, name: str, rollouts: Any) -> None: ...
+
+    def save_state(self) -> None:
+        self.saved = json.loads(json.dumps(self.state.scores))
+
+
+async def _succeed(task: Task, *_: Any, rollout_id: str, group_id: str) -> Rollout:
+    return Rollout(rollout_id, group_id, task.task_id, (), Outcome.SCORED, 1.0, usage=Usage(completion_tokens=1))
+
+
+async def test_a_crash_around_a_report_loses_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES[0].parents[1])
+    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    session: Any = _Measuring(tmp_path, {})
+
+    def killed(path: Path, data: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as crash, pytest.raises(KeyboardInterrupt):
+        crash.setattr(_measuring, "write_json", killed)
+        await _measuring.report_for(session, version("a"), {}, session.engine)
+    session.state.scores = session.saved
+    report = await _measuring.report_for(session, version("a"), {}, session.engine)
+    assert [(row["version_id"], row["mean"], row["n"]) for row in session.saved] == [("a", 1.0, 96)]
+    assert (report.mean, session.measurements) == (1.0, 2)
+    # The file is there, hence so is the row: whoever is killed after it measures nothing again.
+    assert await _measuring.report_for(session, version("a"), {}, session.engine) == report
+    assert session.measurements == 2
+
+
+async def test_a_report_of_another_verifier_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES[0].parents[1])
+    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    session: Any = _Measuring(tmp_path, {})
+    before = await _measuring.report_for(session, version("a"), {}, session.engine)
+    monkeypatch.setattr(Taskset, "fingerprint", "the source has changed")
+    after = await _measuring.report_for(session, version("a"), {}, session.engine)
+    assert (before.scores, session.measurements) == (after.scores, 2)
+    assert before.suite_hash != after.suite_hash
+    assert [row["suite_hash"] for row in session.saved] == [after.suite_hash]
