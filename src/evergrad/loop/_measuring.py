@@ -25,6 +25,7 @@ from evergrad.types import EvalReport, ModelVersion, Rollout, Task, Verdict, str
 async def measure(session: Session) -> Stage:
     """Registers, evaluates, rules, promotes. Reports and verdicts on record are reused, so a crash repeats nothing."""
     state = session.state
+    session.writer.discard()
     await session.serving.follow()
     settings = [state.deployed, *state.known]
     candidate = await session.register("rl" if session.recipe.rl.steps else "sft", session.contracts())
