@@ -60,7 +60,7 @@ def test_the_prompt_is_written_from_the_typed_functions() -> None:
         "cancel(id): if not shipped",
         "Call one tool or answer.",
     ]
-    assert "payback(num, amount, code): if window open" in shown["v2"].content
+    assert "payback(num, amount, auth): if window open" in shown["v2"].content
 
 
 def test_contracts_differ_in_every_name_and_share_their_scenarios() -> None:
@@ -100,7 +100,7 @@ async def test_what_must_not_pay(contract: str) -> None:
     paid, code, ref = facts["changes"][0][2], facts["code"], facts["ref"]
 
     def pay(order: str, amount: Any, with_code: str = code) -> str:
-        return f"refund(id={order}, amount={amount})" if old else f"payback(num={order}, amount={amount}, code={with_code})"
+        return f"refund(id={order}, amount={amount})" if old else f"payback(num={order}, amount={amount}, auth={with_code})"
 
     look, right, said = gold
     other = next(each for each in facts["orders"] if each != facts["id"])
@@ -149,7 +149,7 @@ async def test_what_must_not_pay(contract: str) -> None:
 
 
 def _stop(facts: Any, old: bool) -> str:
-    return f"cancel(id={facts['id']})" if old else f"stop(num={facts['id']}, code={facts['code']})"
+    return f"cancel(id={facts['id']})" if old else f"stop(num={facts['id']}, auth={facts['code']})"
 
 
 @pytest.mark.parametrize(

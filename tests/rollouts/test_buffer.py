@@ -132,6 +132,28 @@ async def test_the_last_batches_start_no_surplus_groups() -> None:
     assert await blocked(buffer.acquire())
 
 
+@pytest.mark.parametrize("finish_order", list(itertools.permutations(range(4))))
+async def test_which_groups_are_replaced_does_not_depend_on_who_finished_first(finish_order: tuple[int, ...]) -> None:
+    buffer = Buffer(max_off_policy_steps=0, groups_per_batch=4, resamples_per_batch=2)
+    wave = [await take_ticket(buffer) for _ in range(4)]
+    rewards = [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    for index in finish_order:
+        await buffer.put(wave[index], group(str(index), rewards[index]))
+    assert buffer.free_slots == 2
+    second = [await take_ticket(buffer) for _ in range(2)]
+    assert await blocked(buffer.acquire())
+    for ticket, pair in zip(second, ([0.0, 1.0], [0.5, 0.5]), strict=True):
+        await buffer.put(ticket, group(str(ticket.index), pair))
+    batch = await buffer.take_batch()
+    # Four of the six are needed: the two that tell something, then the oldest of those that do not.
+    assert [sample.rollout_id for sample in batch.samples] == [f"{index}/{each}" for index in (0, 1, 2, 4) for each in range(2)]
+    assert batch.metrics["groups"] == 6
+    assert batch.metrics["groups_replaced"] == 2
+    assert batch.metrics["informative_groups"] == 2
+    assert batch.metrics["reward_mean"] == pytest.approx((1.0 + 0.5 + 0.0 + 1.0 + 0.5 + 0.5) / 6)
+    assert conserved(buffer.counts)
+
+
 async def test_all_equal_groups_are_replaced_a_bounded_number_of_times_then_kept() -> None:
     buffer = Buffer(max_off_policy_steps=0, groups_per_batch=2, resamples_per_batch=3)
     made = 0

@@ -1,9 +1,9 @@
 """A shop's support desk: look the order up, then refund, cancel or decline by what the lookup says.
 
-Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``50F``, ``f50``, ``F-50``, ``f 50``),
+Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``50F``, ``50-F``, ``F-50``, ``f-50``),
 which the lookup refuses with the right one, so that the agent has to recover. Answers are facts that only the tools know, and
 the shop's final state must be exactly what the case calls for. Under contract ``v2`` the same shop has other tool and argument
-names, and every change needs a code that comes with the lookup.
+names, and every change needs an authorization, the code that comes with the lookup.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SHARES: Mapping[str, Mapping[Case, float]] = {
 
 WRONG_FORMS: tuple[Callable[[str, str], str], ...] = (
     lambda letter, digits: f"{digits}{letter}",
-    lambda letter, digits: f"{letter.lower()}{digits}",
+    lambda letter, digits: f"{digits}-{letter}",
     lambda letter, digits: f"{letter}-{digits}",
-    lambda letter, digits: f"{letter.lower()} {digits}",
+    lambda letter, digits: f"{letter.lower()}-{digits}",
 )
 """How customers write an order id whose letter and digits are given."""
 
@@ -39,7 +39,7 @@ _MONTHS = (
     *("July", "August", "September", "October", "November", "December"),
 )
 _ORDER_IDS = tuple(f"{letter}{number}" for letter in ascii_uppercase for number in range(10, 100))
-_LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})|([0-9]{2})([A-Za-z])")
+_LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})|([0-9]{2})[ -]?([A-Za-z])")
 _REQUESTS: Mapping[bool, str] = {True: "Where is order {id}?", False: "Please refund order {id}."}
 
 
@@ -84,14 +84,14 @@ class SupportDesk(Environment):
         return self._look_up("find", "num", num)
 
     @tool(contract="v2")
-    async def payback(self, num: str, amount: int, code: str) -> str:
+    async def payback(self, num: str, amount: int, auth: str) -> str:
         """if window open"""
-        return self._change("refund", num, amount, code=code)
+        return self._change("refund", num, amount, code=auth)
 
     @tool(contract="v2")
-    async def stop(self, num: str, code: str) -> str:
+    async def stop(self, num: str, auth: str) -> str:
         """if not shipped"""
-        return self._change("cancel", num, code=code)
+        return self._change("cancel", num, code=auth)
 
     @reward
     async def resolved(self, answer: str) -> float:
@@ -121,7 +121,7 @@ class SupportDesk(Environment):
             name = {"refund": "payback", "cancel": "stop"}[kind] if v2 else kind
             arguments: dict[str, Value] = {key: order_id}
             arguments.update({"amount": amount[0]} if amount else {})
-            arguments.update({"code": facts["code"]} if v2 else {})
+            arguments.update({"auth": facts["code"]} if v2 else {})
             replies.append(format_call(name, arguments))
         return [*replies, facts["sentence"]]
 

@@ -95,6 +95,8 @@ async def learn(session: Session) -> Stage:
         groups_per_batch=rl.groups_per_step,
         policy_version=state.policy_version,
         estimator=rl.advantage,
+        total_batches=rl.steps - state.step,
+        resamples_per_batch=rl.replace_groups,
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
     try:
@@ -115,7 +117,7 @@ async def learn(session: Session) -> Stage:
 
 async def _step(session: Session, buffer: Buffer) -> None:
     state, rl = session.state, session.recipe.rl
-    started = time.monotonic()
+    started, used = time.monotonic(), _used(buffer)
     with session.clock.phase("rollout"):
         batch = await buffer.take_batch()
     rolled = time.monotonic()
@@ -124,7 +126,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
     receipt = await session.publish()
     await buffer.advance(state.policy_version)
     state.step += 1
-    state.group += rl.groups_per_step
+    state.group += _used(buffer) - used
     session.writer.complete(state.rl_step)
     state.rl_step += 1
     record = session.record_step(
@@ -168,32 +170,49 @@ def _require_finite(session: Session) -> None:
         )
 
 
+def _used(buffer: Buffer) -> int:
+    """Groups whose numbers are used up, those that were replaced too: no task comes twice."""
+    return buffer.counts.trained + sum(buffer.counts.discarded.values())
+
+
 async def _roll(session: Session, buffer: Buffer) -> None:
-    """Keeps every free slot filled with a running group. In synchronous mode a whole batch starts as one wave."""
-    rl, wave_at = session.recipe.rl, session.state.group
-    synchronous = rl.max_off_policy_steps == 0
+    """Keeps every free slot filled with a running group, or in synchronous mode runs wave after wave of them."""
+    number = session.state.group
     try:
+        if session.recipe.rl.max_off_policy_steps == 0:
+            while size := await _wave(session, buffer, number):
+                number += size
+            return
         async with asyncio.TaskGroup() as groups:
-            while True:
-                tickets = [await buffer.acquire()]
-                if synchronous:
-                    counts = buffer.counts
-                    free = buffer.slots - counts.running - counts.queued - counts.trained
-                    tickets += [await buffer.acquire() for _ in range(free)]
-                started = [ticket for ticket in tickets if ticket is not None]
-                planned = [_plan(session, wave_at + offset) for offset in range(len(started))]
-                if synchronous:
-                    await session.engine.reset_prefix_cache()
-                    await session.engine.open_sessions(
-                        f"{group_id}/{index}" for group_id, _, _ in planned for index in range(rl.group_size)
-                    )
-                for ticket, (group_id, task, settings) in zip(started, planned, strict=True):
-                    groups.create_task(_run_one(session, buffer, ticket, group_id, task, settings))
-                wave_at += len(started)
+            while ticket := await buffer.acquire():
+                groups.create_task(_run_one(session, buffer, ticket, *_plan(session, number)))
+                number += 1
     except BaseException as error:
         # The other loop waits for batches; it must learn that none will come, and why.
         await buffer.fail(error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error)
         raise
+
+
+async def _wave(session: Session, buffer: Buffer, number: int) -> int:
+    """Runs a group in every free slot and waits for all of them; returns how many.
+
+    What runs together decides the engine's batches, and with them the last bit of a log-probability. A wave that starts when
+    the one before has wholly ended is the same in every session of the run, whoever finishes first.
+    """
+    first = await buffer.acquire()
+    if first is None:
+        return 0
+    more = [await buffer.acquire() for _ in range(buffer.free_slots)]
+    tickets = [ticket for ticket in (first, *more) if ticket is not None]
+    planned = [_plan(session, number + offset) for offset in range(len(tickets))]
+    await session.engine.reset_prefix_cache()
+    await session.engine.open_sessions(
+        f"{group_id}/{index}" for group_id, _, _ in planned for index in range(session.recipe.rl.group_size)
+    )
+    async with asyncio.TaskGroup() as groups:
+        for ticket, plan in zip(tickets, planned, strict=True):
+            groups.create_task(_run_one(session, buffer, ticket, *plan))
+    return len(tickets)
 
 
 def _plan(session: Session, number: int) -> tuple[str, Task, Mapping[str, Any]]:

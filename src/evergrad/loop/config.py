@@ -67,6 +67,9 @@ class RLConfig(Config):
     steps: int = Field(11, ge=0)
     groups_per_step: int = Field(8, ge=1)
     group_size: int = Field(8, ge=1)
+    replace_groups: int = Field(0, ge=0)
+    """Groups a step whose rewards are all equal, and which others replace before they are taken as they are: no gradient comes
+    from them, and Adam makes a step of full length out of the few that are left (dynamic sampling, arXiv 2503.14476)."""
     lr: float = Field(4e-4, gt=0)
     temperature: float = Field(1.0, gt=0)
     """Greedy rollouts have no gradient, hence > 0."""

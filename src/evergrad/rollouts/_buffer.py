@@ -9,6 +9,8 @@
 * ``acquire`` waits for a slot: at most ``(max_off_policy_steps + 1 + current_step) × groups_per_batch`` groups have started and
   were not discarded. Unblocked by ``advance``, by a discard, by ``resume``.
 * ``take_batch`` waits for ``groups_per_batch`` queued groups. Unblocked by ``put``, ``finish``, ``fail``.
+* A queued group without variance takes no slot and fills no batch as long as ``resamples_per_batch`` allows, so that another
+  runs in its place; which of them are used after all is decided when the batch is cut, by age, whoever finished first.
 * Slots bound the age of what starts; a slow group can still come late, so age is checked again, token by token, when the
   batch is cut.
 
@@ -86,7 +88,8 @@ class Buffer:
             max_running: groups that may run at once, besides the slots.
             total_batches: starts no more groups than this many batches need; ``None`` for no end.
             fault_limit: stop when a larger share of the last ``fault_window`` rollouts are environment or verifier faults.
-            resamples_per_batch: uninformative groups thrown away per batch before they are kept at zero advantage.
+            resamples_per_batch: groups without variance that are replaced per batch before they are kept at zero advantage
+                (dynamic sampling, DAPO, arXiv 2503.14476).
             flat_batches_allowed: batches in a row without any advantage after which there is nothing to learn: stop.
         """
         if max_off_policy_steps < 0 or groups_per_batch < 1:
@@ -101,10 +104,12 @@ class Buffer:
         """Rollouts by the first words of their fault."""
         self._estimator, self._max_running, self._total_batches = estimator, max_running, total_batches
         self._fault_limit, self._recent = fault_limit, deque[bool](maxlen=fault_window)
-        self._resamples_per_batch, self._resampled = resamples_per_batch, 0
+        self._resamples_per_batch = resamples_per_batch
         self._flat_batches_allowed, self._flat_batches = flat_batches_allowed, 0
         self._running: set[int] = set()
         self._queued: dict[int, RolloutGroup] = {}
+        self._flat: set[int] = set()
+        """Those of the queued groups that have no variance."""
         self._started = self._generated = self._trained = self._released = 0
         self._discarded: Counter[str] = Counter()
         self._paused = self._finished = False
@@ -150,24 +155,35 @@ class Buffer:
             self._running.add(ticket.index)
             return ticket
 
+    @property
+    def free_slots(self) -> int:
+        """Groups that may start now."""
+        return max(0, self.slots - len(self._running) - self._useful() - self._trained)
+
     def _may_start(self) -> bool:
-        occupied = len(self._running) + len(self._queued) + self._trained
         room = self._max_running is None or len(self._running) < self._max_running
-        return not self._paused and room and occupied < self.slots
+        return not self._paused and room and self.free_slots > 0
+
+    def _useful(self) -> int:
+        """Queued groups less those without variance that may still be replaced."""
+        replaceable = 0 if self._finished else self._resamples_per_batch
+        return len(self._queued) - min(len(self._flat), replaceable)
 
     async def put(self, ticket: Ticket, group: RolloutGroup) -> None:
-        """Hands in a group that has run. A group that nothing can be learned from is discarded and its slot freed."""
+        """Hands in a group that has run. One whose rollouts all failed for others' reasons is discarded and its slot freed."""
         async with self._changed:
             if ticket.index not in self._running:
                 raise EvergradError(f"ticket {ticket.index} is not running", where="buffer.put")
             self._running.discard(ticket.index)
             self._generated += 1
             self._count(group)
-            reason = self._useless(group)
-            if reason:
-                self._discarded[reason] += 1
-            else:
+            rewards = [float(each.reward or 0.0) for each in trainable(group)]
+            if rewards:
                 self._queued[ticket.index] = group
+                if not any(estimate(self._estimator, rewards)):
+                    self._flat.add(ticket.index)
+            else:
+                self._discarded["faulted"] += 1
             self._changed.notify_all()
 
     def _count(self, group: RolloutGroup) -> None:
@@ -185,15 +201,6 @@ class Buffer:
                 where="rollouts",
                 hint="fix the cause named first, then resume; the limit is fault_limit",
             )
-
-    def _useless(self, group: RolloutGroup) -> str:
-        rewards = [float(each.reward or 0.0) for each in trainable(group)]
-        if not rewards:
-            return "faulted"
-        if self._resampled < self._resamples_per_batch and not any(estimate(self._estimator, rewards)):
-            self._resampled += 1
-            return "uninformative"
-        return ""
 
     async def release(self, ticket: Ticket) -> None:
         """Gives back a ticket whose group will not be handed in."""
@@ -224,7 +231,8 @@ class Buffer:
                             break
                         taken.update(self._cut(missing))
             except BaseException as error:
-                self._queued.update({index: group for index, (group, _) in taken.items()})
+                for index, (group, cut) in taken.items():
+                    self._queue_again(index, group, cut)
                 if not isinstance(error, TimeoutError):
                     raise
                 state = f"{len(self._running)} groups running, {len(self._queued)} queued of {self.groups_per_batch}"
@@ -232,20 +240,36 @@ class Buffer:
             if not taken:
                 raise BufferStopped("all groups have been trained", where="buffer")
             self._trained += len(taken)
-            self._resampled = 0
-            batch = self._batch([taken[index] for index in sorted(taken)])
+            batch = self._batch([taken[index] for index in sorted(taken)], self._pass_over())
             self._watch_flatness(batch)
             self._changed.notify_all()
             return batch
 
     def _ready(self, missing: int) -> bool:
-        return len(self._queued) >= missing or (self._finished and not self._running)
+        return self._useful() >= missing or (self._finished and not self._running)
+
+    def _queue_again(self, index: int, group: RolloutGroup, cut: CutSamples) -> None:
+        self._queued[index] = group
+        if not any(any(sample.advantages) for sample in cut.samples):
+            self._flat.add(index)
+
+    def _pass_over(self) -> list[RolloutGroup]:
+        """Discards the groups that others have replaced."""
+        if self._finished:
+            return []
+        indices = sorted(self._flat)[: self._resamples_per_batch]
+        self._flat.difference_update(indices)
+        self._discarded.update({"uninformative": len(indices)} if indices else {})
+        return [self._queued.pop(index) for index in indices]
 
     def _cut(self, count: int) -> dict[int, tuple[RolloutGroup, CutSamples]]:
-        """Takes the ``count`` oldest queued groups; those without a token young enough are discarded."""
+        """Takes ``count`` queued groups, the oldest first, those without variance last; what is over age is discarded."""
         kept = {}
-        for index in sorted(self._queued)[:count]:
+        # Without resampling every group has its turn, variance or not.
+        last = self._flat if self._resamples_per_batch else ()
+        for index in sorted(self._queued, key=lambda each: (each in last, each))[:count]:
             group = self._queued.pop(index)
+            self._flat.discard(index)
             cut = cut_samples(group, self._estimator, oldest_version=self.policy_version - self.max_off_policy_steps)
             if cut.samples or not cut.over_age_tokens:
                 kept[index] = (group, cut)
@@ -254,10 +278,10 @@ class Buffer:
                 self._changed.notify_all()
         return kept
 
-    def _batch(self, taken: list[tuple[RolloutGroup, CutSamples]]) -> TrainingBatch:
+    def _batch(self, taken: list[tuple[RolloutGroup, CutSamples]], passed_over: list[RolloutGroup]) -> TrainingBatch:
         samples = tuple(sample for _, cut in taken for sample in cut.samples)
         valid = sum(sum(sample.loss_mask) for sample in samples)
-        return TrainingBatch(samples, valid, _metrics(taken, self.policy_version))
+        return TrainingBatch(samples, valid, _metrics(taken, passed_over, self.policy_version))
 
     def _watch_flatness(self, batch: TrainingBatch) -> None:
         self._flat_batches = 0 if batch.metrics["informative_groups"] else self._flat_batches + 1
@@ -351,15 +375,22 @@ def _kind(fault: str) -> str:
     return fault[:80]
 
 
-def _standard_error(taken: list[tuple[RolloutGroup, CutSamples]]) -> float:
+def _standard_error(groups: list[RolloutGroup]) -> float:
     """Of the mean reward over groups: rollouts of one task are not independent, tasks are. Infinite for a single group."""
-    means = [fmean(float(each.reward or 0.0) for each in members) for group, _ in taken if (members := trainable(group))]
+    means = [fmean(float(each.reward or 0.0) for each in members) for group in groups if (members := trainable(group))]
     return stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("inf")
 
 
-def _metrics(taken: list[tuple[RolloutGroup, CutSamples]], policy_version: int) -> dict[str, float]:
-    """Figures of the data in one batch; each can be recomputed from the rollouts' records."""
-    everything = [rollout for group, _ in taken for rollout in group.rollouts]
+def _metrics(
+    taken: list[tuple[RolloutGroup, CutSamples]], passed_over: list[RolloutGroup], policy_version: int
+) -> dict[str, float]:
+    """Figures of the data behind one batch; each can be recomputed from the rollouts' records.
+
+    Rewards, lengths and outcomes are of all that was sampled: of the trained groups alone they would show a policy that
+    always succeeds, or always fails, as one that does so half the time.
+    """
+    groups = [group for group, _ in taken] + passed_over
+    everything = [rollout for group in groups for rollout in group.rollouts]
     rollouts = [rollout for rollout in everything if rollout.outcome.trainable]
     rewards = [float(rollout.reward or 0.0) for rollout in rollouts]
     samples = [sample for _, cut in taken for sample in cut.samples]
@@ -367,11 +398,12 @@ def _metrics(taken: list[tuple[RolloutGroup, CutSamples]], policy_version: int) 
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     sampled = sum(len(turn.completion.token_ids) for turn in turns)
     metrics = {
-        "groups": len(taken),
+        "groups": len(groups),
+        "groups_replaced": len(passed_over),
         "informative_groups": sum(any(any(sample.advantages) for sample in cut.samples) for _, cut in taken),
         "rollouts": len(everything),
         "reward_mean": fmean(rewards) if rewards else 0.0,
-        "reward_se": _standard_error(taken),
+        "reward_se": _standard_error(groups),
         "success_mean": fmean(rollout.success for rollout in rollouts) if rollouts else 0.0,
         "turns_mean": len(turns) / len(rollouts) if rollouts else 0.0,
         "sampled_tokens": sampled,
