@@ -43,23 +43,23 @@ settings = {{ difficulty = "easy" }}
 lr = 1e-2
 
 [learn.rl]
-steps = 8
+steps = 12
 groups_per_step = 4
 group_size = 8
 lr = 1e-3
+stop_at_reward = 0.97
 
 [adapt.warm_start]
-demonstrations = 64
-replay = 64
+demonstrations = 160
+replay = 160
 batch_size = 8
-settings = {{ difficulty = "easy" }}
 lr = 3e-3
 
 [adapt.rl]
-steps = 6
+steps = 3
 groups_per_step = 4
 group_size = 8
-lr = 1e-3
+lr = 2e-4
 
 [trainer]
 method = "full"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tomllib
 from collections import Counter
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from evergrad.config import load_config
 from evergrad.envs import Taskset
 from evergrad.evals import GateConfig
+from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
 from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
@@ -27,7 +29,8 @@ from evergrad.loop._probe import require_equal
 from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
 from evergrad.loop._watching import judge_traffic
-from evergrad.loop.config import RunConfig
+from evergrad.loop.config import BudgetConfig, RunConfig
+from evergrad.loop.controller import _finished
 from evergrad.loop.placement import LocalPlacement, WorkerDied
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
@@ -330,3 +333,39 @@ async def test_a_report_of_another_verifier_is_measured_again(tmp_path: Path, mo
     assert (before.scores, session.measurements) == (after.scores, 2)
     assert before.suite_hash != after.suite_hash
     assert [row["suite_hash"] for row in session.saved] == [after.suite_hash]
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        ({"cycles": 1}, "all cycles are done"),
+        ({"cycles": 5, "minutes": 1.5}, "1.5 minutes is spent"),
+        ({"cycles": 5, "usd": 1e-6}, "\\$1e-06 is spent"),
+        ({"cycles": 5, "minutes": 2.5, "usd": 1.0}, None),
+    ],
+)
+def test_a_finished_run_opens_again_only_with_budget_left(tmp_path: Path, budget: dict[str, Any], reason: str | None) -> None:
+    config = load_config(RunConfig, EXAMPLES[0]).model_copy(update={"budget": BudgetConfig(**budget)})
+    folder = RunFolder(tmp_path, config)
+    done = LoopState(stage=Stage.DONE, wall_s=120.0, watch_checks=3)
+    folder.save_state(done)
+    ticks = iter((0, 10**12))
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        clock = PhaseClock(ledger, subject="cycle-1", cores=2, heartbeat_s=None, now_ns=lambda: next(ticks))
+        clock.start()
+        clock.stop()
+    finished = _finished(config, folder)
+    state = folder.load_state(LoopState())
+    folder.close()
+    if reason is None:
+        assert finished is None
+        assert (state.stage, state.cycle) == (Stage.WARM_START, 2)
+    else:
+        assert re.search(reason, finished or "")
+        assert state == done
+
+
+def test_a_budget_that_nobody_can_count_ends_the_run() -> None:
+    assert "no price" in (BudgetConfig(usd=1).spent(None, 0.0) or "")
+    assert BudgetConfig(usd=1).spent(0.5, 1e9) is None
+    assert BudgetConfig().spent(None, 1e9) is None
