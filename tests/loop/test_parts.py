@@ -28,13 +28,14 @@ from evergrad.loop._measuring import _incumbent
 from evergrad.loop._probe import require_equal
 from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
-from evergrad.loop._watching import judge_traffic
+from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig
 from evergrad.loop.controller import _finished
 from evergrad.loop.placement import LocalPlacement, WorkerDied
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
 
+LETTERS = Path(__file__).parents[2] / "examples" / "letters.py"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 WORDS = st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=["Cc"]), max_size=8)
 VALUES = st.one_of(st.integers(-9, 9), st.booleans(), st.floats(-1e9, 1e9), WORDS, st.lists(st.integers(0, 9), max_size=3))
@@ -369,3 +370,29 @@ def test_a_budget_that_nobody_can_count_ends_the_run() -> None:
     assert "no price" in (BudgetConfig(usd=1).spent(None, 0.0) or "")
     assert BudgetConfig(usd=1).spent(0.5, 1e9) is None
     assert BudgetConfig().spent(None, 1e9) is None
+
+
+async def test_each_check_of_each_cycle_draws_tasks_of_its_own() -> None:
+    drawn: list[tuple[str, ...]] = []
+    letters = Taskset(str(LETTERS))
+
+    def tasks(split: str, count: int, seed: int) -> tuple[Task, ...]:
+        drawn.append(tuple(task.task_id for task in letters.tasks(split, count, seed)))
+        return ()
+
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(seed=3),
+        state=SimpleNamespace(cycle=1),
+        serving=SimpleNamespace(client=None),
+        clock=SimpleNamespace(phase=lambda name: nullcontext()),
+        console=SimpleNamespace(stage=lambda *_: nullcontext()),
+        suite=lambda settings: "letters@v1",
+        taskset=lambda settings: SimpleNamespace(tasks=tasks),
+        record_rollouts=lambda name, rollouts: None,
+    )
+    for cycle, check in ((1, 0), (1, 1), (2, 0), (2, 0)):
+        session.state.cycle = cycle
+        await serve_traffic(session, {}, 12, check=check)
+    assert len(set(drawn)) == 3
+    assert drawn[2] == drawn[3], "a check that is made again after a crash is the same check"
+    assert len({task for once in drawn for task in once}) >= 34

@@ -45,7 +45,10 @@ class GateConfig(Config):
     max_missing_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of a suite's tasks that may lack a score, under either version."""
     max_cost_increase: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """How much dearer a success may become: 0.1 allows ten percent. ``None`` asks for no cost at all."""
+    """How much dearer a success may become: 0.1 allows ten percent. ``None`` asks for no cost at all.
+
+    A cost is the time of the machine: where others use it too, or a suite takes but seconds, it is as uneven as that time.
+    """
     seed: int = 0
     """Of the sign flips."""
 
