@@ -7,7 +7,9 @@ The walk of one rollout, and the noun at each stop::
 
     envs.Taskset ──Task──▶ rollouts.run_rollout ──Rollout──▶ rollouts.assign_advantages ──TrainingSample──▶
     rollouts.Buffer ──TrainingBatch──▶ training.Trainer ──tensors, policy_version──▶ transfer ──▶ inference engine
-    registry ──ModelVersion──▶ evals ──EvalReport──▶ ledger ──CostEntry──▶ evals.gate ──Verdict──▶ registry.promote
+    registry ──ModelVersion──▶ evals.evaluate ──EvalReport──▶ evals.gate ──Verdict──▶ registry.promote
+
+Beside it, ``ledger`` keeps a ``CostEntry`` for the core-seconds of each phase; the report puts them next to what they bought.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum, StrEnum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 
 class EvergradError(Exception):
@@ -72,7 +74,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens and seconds that were spent; adds with ``+``. Costs travel as usage on the data, never as dollars.
+    """Tokens and seconds that were spent; adds with ``+``. Says what was used; what it cost is the ledger's word.
 
     >>> Usage(prompt_tokens=40, cached_tokens=32, completion_tokens=9) + Usage(prompt_tokens=60, completion_tokens=5)
     Usage(prompt_tokens=100, cached_tokens=32, completion_tokens=14, seconds=0.0)
@@ -389,37 +391,44 @@ class CostEntry:
     """Hash of the price book that priced it."""
     at: str = ""
     """UTC, ISO 8601."""
-    tokens: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def plain(value: Any) -> Any:
-    """``value`` as JSON values only. Nouns become objects, money keeps its digits, and what is not finite shows as a name.
+def plain(value: Any, nonfinite: Literal["name", "null"] = "name") -> Any:
+    """``value`` as JSON values only. Nouns become objects, money keeps its digits.
+
+    Args:
+        nonfinite: What becomes of a float that JSON has no word for: its name (``"NaN"``), so that a record says what was
+            wrong, or null, for readers that expect a number or none.
 
     Raises:
         TypeError: for anything that has no obvious JSON form.
 
     >>> plain({"usd": Decimal("0.10"), "loss": float("nan"), "outcome": Outcome.SCORED, "span": PolicySpan(4, 0, 3)})
     {'usd': '0.10', 'loss': 'NaN', 'outcome': 'scored', 'span': {'policy_version': 4, 'start': 0, 'end': 3}}
+    >>> plain({"loss": float("inf"), "lr": 0.1}, nonfinite="null")
+    {'loss': None, 'lr': 0.1}
     """
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, Enum):
-        return plain(value.value)
+        return plain(value.value, nonfinite)
     if isinstance(value, (str, Decimal, PurePath)):
         return str(value)
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
+        if nonfinite == "null":
+            return None
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: plain(getattr(value, item.name), nonfinite) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(inner) for key, inner in value.items()}
+        return {str(plain(key)): plain(inner, nonfinite) for key, inner in value.items()}
     if isinstance(value, AbstractSet):
-        return sorted(plain(inner) for inner in value)
+        return sorted(plain(inner, nonfinite) for inner in value)
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [plain(inner, nonfinite) for inner in value]
     raise TypeError(f"no JSON form for {type(value).__name__}: {value!r}")
 
 

@@ -24,8 +24,8 @@ from evergrad.envs import (
     environment_names,
     load_environment,
     play,
-    split_of,
 )
+from evergrad.envs._taskset import split_of
 
 Write = Callable[[str], str]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_environment.py"

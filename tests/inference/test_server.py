@@ -44,12 +44,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **changes: Any) -> Iterator[Server]:
+def serving(
+    folder: Path, *, script: tuple[str, ...] = ("-m", "evergrad.inference"), stderr: int | None = None, **changes: Any
+) -> Iterator[Server]:
     config = {"model": str(folder), "device": "cpu", "kv_cache_tokens": 4096, "block_size": 8, "threads": 1, **changes}
     process = subprocess.Popen(
-        [sys.executable, "-m", "evergrad.inference", "--config-json", json.dumps(config), "--port", "0", "--die-with-parent"],
+        [sys.executable, *script, "--config-json", json.dumps(config), "--port", "0", "--die-with-parent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**os.environ, "EVERGRAD_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
     )
@@ -230,7 +233,7 @@ async def test_no_input_makes_a_server_error(http: httpx.AsyncClient) -> None:
 
 
 async def test_administration_needs_the_token(http: httpx.AsyncClient, server: Server) -> None:
-    paths = ["weights/attach", "weights/update", "weights/load", "logprobs", "served_names", "reset_prefix_cache"]
+    paths = ["weights/attach", "weights/update", "weights/load", "logprobs", "reset_prefix_cache"]
     for path in [*paths, "sessions/open", "sessions/close"]:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
             response = await http.post(f"/admin/{path}", json={}, headers=headers)
@@ -316,30 +319,41 @@ async def test_openai_errors_are_its_own_kinds(server: Server) -> None:
             await chat.chat.completions.create(model="agent", messages=MESSAGES, tools=[tool])
 
 
-async def test_a_client_that_leaves_frees_its_row(http: httpx.AsyncClient, server: Server) -> None:
-    async def rows() -> int:
-        text = (await http.get("/metrics")).text
-        values = dict(line.split() for line in text.splitlines())
-        return int(values["evergrad_engine_rows_running"]) + int(values["evergrad_engine_rows_waiting"])
+async def test_a_client_that_leaves_frees_its_row(http: httpx.AsyncClient) -> None:
+    async def figures() -> tuple[int, int]:
+        """Rows in work, and tokens drawn so far."""
+        values = dict(line.split() for line in (await http.get("/metrics")).text.splitlines())
+        rows = int(values["evergrad_engine_rows_running"]) + int(values["evergrad_engine_rows_waiting"])
+        return rows, int(values["evergrad_engine_tokens_drawn_total"])
 
-    long = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 250, "n": 60, "temperature": 3.0}}
-    chat = {"model": "agent", "messages": MESSAGES, "max_tokens": 200, "n": 60, "temperature": 3.0}
-    for path, body in (
-        ("/inference/v1/generate", long),
-        ("/v1/chat/completions", chat),
-        ("/v1/chat/completions", {**chat, "stream": True}),
+    async def rows_become(wanted: bool) -> int:
+        for _ in range(500):
+            rows, drawn = await figures()
+            if (rows > 0) is wanted:
+                return drawn
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{rows} rows in work")
+
+    async def ask(path: str, body: dict[str, Any]) -> None:
+        async with http.stream("POST", path, json=body) as response:
+            async for _ in response.aiter_raw():
+                pass
+
+    sampling = {"n": 60, "temperature": 3.0, "seed": 5}
+    generate = {"token_ids": [5, 6], "sampling_params": {**sampling, "max_tokens": 250}}
+    chat = {"model": "agent", "messages": MESSAGES, "max_tokens": 200, **sampling}
+    for path, body, ways in (
+        ("/inference/v1/generate", generate, [{}]),
+        ("/v1/chat/completions", chat, [{}, {"stream": True}]),
     ):
-        with contextlib.suppress(httpx.TimeoutException):
-            async with http.stream("POST", path, json=body, timeout=0.3) as response:
-                assert response.status_code == 200
-                async for _ in response.aiter_raw():
-                    break
-        assert await rows() > 0 or path.endswith("completions")
-        for _ in range(100):
-            if await rows() == 0:
-                break
-            await asyncio.sleep(0.05)
-        assert await rows() == 0
+        whole = (await http.post(path, json=body)).raise_for_status().json()["usage"]["completion_tokens"]
+        for way in ways:
+            before = await rows_become(False)
+            leaving = asyncio.create_task(ask(path, {**body, **way}))
+            await rows_become(True)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            assert await rows_become(False) - before < whole, "it was worked on to its end"
 
 
 async def test_lockstep_is_bit_identical_whatever_the_arrival(client: EngineClient) -> None:
@@ -380,7 +394,9 @@ async def test_a_session_that_does_not_come_is_not_waited_for_long(client: Engin
     await client(prompt_of(5), Sampling(max_tokens=2), session_id="here")
     assert time.monotonic() - started > 2.0
     await client(prompt_of(5), Sampling(max_tokens=2), session_id="here")
+    assert client.take_lockstep_misses() == 0
     assert await client.close_sessions(["here", "gone"]) == 1
+    assert (client.take_lockstep_misses(), client.take_lockstep_misses()) == (1, 0)
 
 
 async def test_updates_over_shared_memory(model_folder: Path, tmp_path: Path) -> None:
@@ -534,6 +550,32 @@ async def test_an_engine_whose_loop_died_says_so(model_folder: Path) -> None:
     finally:
         running.should_exit = True
         thread.join()
+
+
+DYING = """
+import sys
+from evergrad.inference.__main__ import main
+from evergrad.inference.engine import Engine
+step = Engine.step
+def failing(self):
+    if self.num_steps > 5:
+        raise MemoryError("no block left")
+    return step(self)
+Engine.step = failing
+sys.exit(main())
+"""
+
+
+async def test_an_engine_whose_loop_died_ends_its_process(model_folder: Path) -> None:
+    with serving(model_folder, script=("-c", DYING), stderr=subprocess.PIPE) as server:
+        async with server.client() as client:
+            waiting = [client(prompt_of(5, seed=index), Sampling(max_tokens=200)) for index in range(3)]
+            for answer in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(answer, EngineError)
+                assert "status 503: the engine stopped" in str(answer)
+        assert await asyncio.to_thread(server.process.wait, 10) == 1
+        assert server.process.stderr is not None
+        assert "the engine stopped: MemoryError" in server.process.stderr.read().splitlines()[-1]
 
 
 def test_a_wrong_start_is_one_clear_line(server: Server, model_folder: Path, tmp_path: Path) -> None:

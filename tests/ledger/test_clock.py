@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad.ledger import IDLE, UNATTRIBUTED, Ledger, LedgerError, PhaseClock, PriceBook
+from evergrad.ledger import IDLE, UNATTRIBUTED, Ledger, LedgerError, PhaseClock, Price, PriceBook
 
 
 class Time:
@@ -53,15 +54,13 @@ def seconds(ledger: Ledger, resource: str = "cpu_core_s") -> dict[str, Decimal]:
 def test_inner_phases_take_their_time_out_of_the_outer(ledger: Ledger, time: Time) -> None:
     with PhaseClock(ledger, subject="cycle-1", cores=2, heartbeat_s=None, now_ns=time) as clock:
         time.seconds(1)
-        with clock.phase("train", tokens=100) as span:
+        with clock.phase("train"):
             time.seconds(10)
             with clock.phase("weight_sync"):
                 time.seconds(3)
             time.seconds(5)
-            span.tokens += 11
         time.seconds(2)
     assert seconds(ledger) == {IDLE: 6, "train": 30, "weight_sync": 6}
-    assert sum(entry.tokens for entry in ledger.entries()) == 111
     ledger.check_conservation()
     (item,) = ledger.conservation()
     assert item.reserved == item.charged == 42
@@ -109,16 +108,25 @@ def test_subjects_change_on_the_way(ledger: Ledger, time: Time) -> None:
     ledger.check_conservation()
 
 
-def test_a_machine_with_gpus_charges_both_and_counts_tokens_once(ledger: Ledger, time: Time) -> None:
+def test_the_same_subject_again_loses_no_idle_time(ledger: Ledger, time: Time) -> None:
+    with PhaseClock(ledger, subject="cycle-1", cores=1, heartbeat_s=None, now_ns=time) as clock:
+        time.seconds(0.5)
+        clock.heartbeat()
+        clock.subject = "cycle-1"
+        time.seconds(0.25)
+    assert seconds(ledger) == {IDLE: Decimal("0.75")}
+    ledger.check_conservation()
+
+
+def test_a_machine_with_gpus_charges_both(ledger: Ledger, time: Time) -> None:
     reserved = {"cpu_core_s": 16, "gpu_h100_s": 2, "gpu_unheard_of_s": 1}
     with PhaseClock(ledger, subject="s", reserved=reserved, heartbeat_s=None, now_ns=time) as clock:
-        with clock.phase("train", tokens=5):
+        with clock.phase("train"):
             time.seconds(3)
         assert clock.spent_usd() is None, "one resource has no price"
     assert seconds(ledger) == {"train": 48}
     assert seconds(ledger, "gpu_h100_s") == {"train": 6}
     assert seconds(ledger, "gpu_unheard_of_s") == {"train": 3}
-    assert ledger.summary().tokens == 5
     assert ledger.summary().unpriced == ("gpu_unheard_of_s",)
     ledger.check_conservation()
 
@@ -262,6 +270,24 @@ def test_time_of_a_killed_process_is_charged_when_the_ledger_is_opened_again(tmp
     assert [item.holds for item in reopened.conservation()] == [True]
     again = Ledger(path)
     assert seconds(again) == found
+
+
+def test_a_reader_charges_nothing_and_the_run_charges_at_its_own_prices(tmp_path: Path, time: Time) -> None:
+    path, own = tmp_path / "ledger.sqlite", PriceBook(prices={"cpu_core_s": Price(usd=Decimal(2))})
+    clock = PhaseClock(Ledger(path, own), subject="s", cores=3, heartbeat_s=None, now_ns=time)
+    clock.start()
+    time.seconds(5)
+    clock.heartbeat()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE reservations SET owner = json_set(owner, '$.started', 'before')")
+    with Ledger.for_reading(path) as reader:
+        assert reader.entries() == ()
+        assert reader.uncharged() == {"cpu_core_s": 15}
+        assert set(reader.price_books()) == {own.hash}
+        reader.check_conservation()
+    again = Ledger(path, own)
+    assert [(entry.phase, entry.usd, entry.price_book) for entry in again.entries()] == [(UNATTRIBUTED, 30, own.hash)]
+    assert again.uncharged() == {}
 
 
 def test_a_number_of_a_process_that_was_given_out_again_is_not_the_owner(ledger: Ledger, time: Time) -> None:

@@ -283,21 +283,21 @@ async def test_a_concurrency_limit_holds_over_groups(desk: Taskset, renderer: Re
 
 
 class _Recorded:
-    """Records what a lockstep engine would be told; optionally dead."""
+    """Records what a lockstep engine would be told; one route may be dead."""
 
-    def __init__(self, dead: bool = False) -> None:
+    def __init__(self, dead: str = "") -> None:
         self.open: set[str] = set()
         self.seen: list[str] = []
         self.dead = dead
 
     async def open_sessions(self, ids: Any) -> None:
-        if self.dead:
+        if self.dead == "open":
             raise ConnectionError("gone")
         self.open.update(ids)
         self.seen.extend(ids)
 
     async def close_sessions(self, ids: Any) -> None:
-        if self.dead:
+        if self.dead == "close":
             raise ConnectionError("gone")
         self.open.difference_update(ids)
 
@@ -336,13 +336,24 @@ async def test_sessions_of_all_groups_open_before_the_first_request(desk: Taskse
         await run_groups(tasks, desk, generate, renderer, SAMPLING, **{**options, "group_ids": ["a", "b", "a"]})
 
 
-async def test_a_dead_session_route_costs_no_rollout(troubled: Taskset, renderer: Renderer) -> None:
-    task = troubled.tasks("train", 1)[0]
-    engine = FakeEngine(renderer, lambda prompt, rng: "0")
-    group = await run_group(
-        task, troubled, engine, renderer, SAMPLING, group_id="g", size=2, seed=0, sessions=_Recorded(dead=True)
-    )
+async def test_without_its_sessions_nothing_is_sampled(troubled: Taskset, renderer: Renderer) -> None:
+    task, engine = troubled.tasks("train", 1)[0], FakeEngine(renderer, lambda prompt, rng: "0")
+    options: dict[str, Any] = {"group_id": "g", "size": 2, "seed": 0, "sessions": _Recorded(dead="open")}
+    with pytest.raises(ConnectionError, match="gone"):
+        await run_group(task, troubled, engine, renderer, SAMPLING, **options)
+    assert engine.requests == 0
+
+
+async def test_a_session_that_does_not_close_is_told_and_costs_no_rollout(
+    troubled: Taskset, renderer: Renderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, engine = troubled.tasks("train", 1)[0], FakeEngine(renderer, lambda prompt, rng: "0")
+    options: dict[str, Any] = {"group_id": "g", "size": 2, "seed": 0, "sessions": _Recorded(dead="close")}
+    group = await run_group(task, troubled, engine, renderer, SAMPLING, **options)
     assert [rollout.outcome for rollout in group.rollouts] == [Outcome.SCORED] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the lockstep session of rollout g/{index} did not close: gone" for index in range(2)
+    ]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_p=0.5), Sampling(top_k=40)])

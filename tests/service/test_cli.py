@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from evergrad.config import load_config
+from evergrad.ledger import Ledger, PhaseClock, Price, PriceBook
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry
 from evergrad.service._edge import explain
@@ -225,11 +228,43 @@ def test_the_newest_run_is_taken(cli: Cli, run: Path) -> None:
     Registry(newer / "registry.sqlite").close()
     assert "No version yet in runs/newer" in cli("model", "list").out
     later = time.time() + 60
-    import os
-
     os.utime(run / "registry.sqlite", (later, later))
     assert "demo-c1-rl" in cli("model", "list").out
     assert "No version yet" in cli("model", "list", "--run", str(newer)).out
+
+
+def test_a_look_at_the_costs_shows_all_and_changes_nothing(cli: Cli, run: Path) -> None:
+    version = "demo-" + "x" * 60
+    book = PriceBook(prices={"cpu_core_s": Price(usd=Decimal(2))})
+    with Ledger(run / "ledger.sqlite", book) as ledger:
+        with PhaseClock(ledger, subject=version, cores=3, heartbeat_s=None) as clock, clock.phase("rollout"):
+            pass
+        killed = PhaseClock(ledger, subject="cycle-2", cores=1, heartbeat_s=None)
+        killed.start()
+        time.sleep(0.1)
+        killed.heartbeat()
+        with ledger.database.write() as connection:
+            connection.exec_driver_sql("UPDATE reservations SET owner = json_set(owner, '$.started', 'before')")
+        before = ledger.entries()
+    (run / "report.json").write_text('{"usd_per_million_tokens": 0.124}')
+    out = cli("cost").out
+    assert re.search(r"not yet charged: 0\.\d cpu_core_s", out)
+    assert re.search(r"per million tokens +\$0\.124", out)
+    data = json.loads(cli("cost", "--json").out)
+    assert data["cost"]["by_phase"].keys() == {"idle", "rollout"}
+    assert data["uncharged"]["cpu_core_s"] >= 0.1
+    with Ledger.for_reading(run / "ledger.sqlite") as ledger:
+        assert ledger.entries() == before
+
+
+@pytest.mark.parametrize("forced", [{}, {"FORCE_COLOR": "1", "COLUMNS": "60"}])
+def test_a_file_gets_whole_columns(forced: dict[str, str]) -> None:
+    code = (
+        "from evergrad.service._screen import console, table\n"
+        "console().print(table(('version', 'aliases'), [('v' * 90, 'a' * 80)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **forced})
+    assert re.search("v{90} +a{80}", done.stdout), done
 
 
 def test_rollouts_of_files_still_being_written(cli: Cli, run: Path) -> None:
@@ -269,10 +304,41 @@ def test_environments_are_listed_with_what_they_ask(cli: Cli, run: Path) -> None
     assert "reasoning" in out
 
 
+UNSOUND = """
+from collections.abc import Iterator
+from random import Random
+
+from evergrad.envs import Environment, EnvironmentConfig, TaskRow, reward
+
+
+class Generous(Environment):
+    @classmethod
+    def tasks(cls, rng: Random, config: EnvironmentConfig) -> Iterator[TaskRow]:
+        while True:
+            yield TaskRow(f"Say {rng.randint(0, 10**6)}.", {})
+
+    @reward
+    async def anything(self, answer: str) -> float:
+        return 1.0
+
+    def demonstrate(self) -> list[str]:
+        return ["Something."]
+"""
+
+
 def test_a_sound_environment_passes_and_an_unsound_one_does_not(cli: Cli, run: Path, tmp_path: Path) -> None:
     passed = cli("env", "test", "support_desk")
     assert "checks passed" in passed.out
     assert passed.code == 0
+    (tmp_path / "generous.py").write_text(UNSOUND)
+    failed = cli("env", "test", str(tmp_path / "generous.py"))
+    assert re.search(r"constant answer +FAIL", failed.out)
+    assert "do not train on these rewards yet" in failed.out
+    assert failed.err == ""
+    assert failed.code == 1
+
+
+def test_a_wrong_setting_of_an_environment_is_named(cli: Cli, run: Path) -> None:
     wrong = cli("env", "test", "support_desk", "--set", "dificulty=easy")
     assert "did you mean 'difficulty'?" in wrong.error()
     assert wrong.code == 2

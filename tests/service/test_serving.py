@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,9 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,9 +24,11 @@ import torch
 from openai import NotFoundError, OpenAI
 from safetensors.torch import load_file, save_file
 
+from evergrad.inference import EngineClient
 from evergrad.registry import Registry, base_model
 from evergrad.service.cli import command
 from evergrad.service.client import Client, ClientError
+from evergrad.training import TrainerClient
 from evergrad.types import FinishReason, Message, ModelVersion, Verdict
 
 ASK = [Message("user", "Where is my order?")]
@@ -220,3 +227,40 @@ def test_eval_measures_a_version_on_tasks_of_its_own(served: Path, capsys: pytes
     assert report["mean"] == 0.0, "a model that says noise solves nothing"
     assert report["ci95"][1] < 0.7
     assert sum(report["outcomes"].values()) >= 4
+
+
+@contextmanager
+def healthy() -> Iterator[int]:
+    """The port of a server that says it is well, whatever it is asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ok"}')
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_no_proxy_stands_between_this_machine_and_itself(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with healthy() as port:
+        with Client(f"http://{host}:{port}/v1") as client:
+            assert await asyncio.to_thread(client.health) == {"status": "ok"}
+        for worker in (TrainerClient(f"http://{host}:{port}"), EngineClient(f"http://{host}:{port}")):
+            async with worker:
+                assert (await worker.health())["status"] == "ok"
+    with Client("http://far.invalid") as client:
+        assert client._http.trust_env, "elsewhere, the user's proxy is the way"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 from evergrad.training import LossConfig, TrainerConfig, TrainerError
 from evergrad.training.trainer import Trainer
 from evergrad.transfer import SlotPublisher, TransferError, load_tensors, merged_tensors
-from evergrad.types import TrainingBatch
+from evergrad.types import EvergradError, TrainingBatch
 from tests.training.conftest import make_batch, make_sample
 
 CROSS_ENTROPY = LossConfig(name="cross_entropy")
@@ -272,7 +272,7 @@ def test_models_that_would_be_trained_wrongly_are_refused(tmp_path: Path, model_
         new_trainer(model_folder, lora={"targets": ["q_prj"]})
     with pytest.raises(TrainerError, match="output embedding"):
         new_trainer(model_folder, lora={"targets": ["lm_head"]})
-    with pytest.raises(TrainerError, match="device"):
+    with pytest.raises(EvergradError, match="device"):
         new_trainer(model_folder, device="cuda:7")
 
 

@@ -1,6 +1,6 @@
 """A shop's support desk: look the order up, then refund, cancel or decline by what the lookup says.
 
-Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``50F``, ``50-F``, ``F-50``, ``f-50``),
+Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``50F``, ``f50``, ``F-50``, ``f 50``),
 which the lookup refuses with the right one, so that the agent has to recover. Answers are facts that only the tools know, and
 the shop's final state must be exactly what the case calls for. Under contract ``v2`` the same shop has other tool and argument
 names, and every change needs an authorization, the code that comes with the lookup.
@@ -28,9 +28,9 @@ SHARES: Mapping[str, Mapping[Case, float]] = {
 
 WRONG_FORMS: tuple[Callable[[str, str], str], ...] = (
     lambda letter, digits: f"{digits}{letter}",
-    lambda letter, digits: f"{digits}-{letter}",
+    lambda letter, digits: f"{letter.lower()}{digits}",
     lambda letter, digits: f"{letter}-{digits}",
-    lambda letter, digits: f"{letter.lower()}-{digits}",
+    lambda letter, digits: f"{letter.lower()} {digits}",
 )
 """How customers write an order id whose letter and digits are given."""
 
@@ -39,7 +39,7 @@ _MONTHS = (
     *("July", "August", "September", "October", "November", "December"),
 )
 _ORDER_IDS = tuple(f"{letter}{number}" for letter in ascii_uppercase for number in range(10, 100))
-_LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})|([0-9]{2})[ -]?([A-Za-z])")
+_LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})|([0-9]{2})([A-Za-z])")
 _REQUESTS: Mapping[bool, str] = {True: "Where is order {id}?", False: "Please refund order {id}."}
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from evergrad.config import nearest
 from evergrad.inference._attention import ATTENTION_NAME, PagedCache, StepPlan, paged_attention
 from evergrad.inference.config import EngineConfig, EngineError
+from evergrad.transfer.worker import pick_device
 
 _loading = threading.Lock()
 
@@ -49,7 +50,7 @@ class Model:
     """A causal language model over a paged cache."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.device = _device(config.device)
+        self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype)
         self._module = _load_module(Path(config.model), self.dtype, self.device)
         text = self._module.config.get_text_config()
@@ -210,17 +211,6 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise EngineError(f"device '{name}' cannot be used: {error}", hint="use 'cpu', 'cuda' or 'auto'") from error
-    return device
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -131,12 +131,6 @@ class TokensBody(Config):
     token_ids: tuple[StrictInt, ...]
 
 
-class NamesBody(Config):
-    """``POST /admin/served_names``."""
-
-    names: Annotated[tuple[StrictStr, ...], Field(min_length=1)]
-
-
 class SessionsBody(Config):
     """``POST /admin/sessions/open`` and ``close``."""
 

@@ -36,8 +36,9 @@ class EngineClient:
             headers=headers,
             limits=limits,
             timeout=httpx.Timeout(timeout_s, connect=10.0),
-            trust_env=False,
+            trust_env=False,  # an engine is ours: a proxy of the environment has no business between us and it
         )
+        self._lockstep_misses = self._misses_taken = 0
 
     async def __call__(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
@@ -87,15 +88,21 @@ class EngineClient:
     async def close_sessions(self, session_ids: Iterable[str]) -> int:
         """Stops waiting for them; returns how often the engine went on without an open session so far."""
         answer = await self._post("/admin/sessions/close", {"ids": list(session_ids)})
+        # Answers may overtake each other; the count only grows.
+        self._lockstep_misses = max(self._lockstep_misses, int(answer["lockstep_misses"]))
         return int(answer["lockstep_misses"])
+
+    def take_lockstep_misses(self) -> int:
+        """How often the engine went on without an open session, since this was last asked and as of the last one closed.
+
+        Anything but 0 means that what was sampled meanwhile depended on the clock, and will not repeat bit for bit.
+        """
+        taken, self._misses_taken = self._misses_taken, self._lockstep_misses
+        return self._lockstep_misses - taken
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all computed prompts, so that what follows depends on nothing before."""
         await self._post("/admin/reset_prefix_cache", {})
-
-    async def served_names(self, names: Sequence[str]) -> None:
-        """Sets the names that ``/v1/*`` answers to."""
-        await self._post("/admin/served_names", {"names": list(names)})
 
     async def health(self) -> dict[str, Any]:
         """``{status, reason, policy_version}`` of an engine that works; answers within five seconds or raises."""

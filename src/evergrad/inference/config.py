@@ -47,8 +47,9 @@ class EngineConfig(Config):
     """Of the weights in ``model``."""
     served_names: tuple[str, ...] = ()
     """Names under which ``/v1/*`` knows the model, besides its folder's name."""
-    session_hold_s: float = Field(default=5.0, ge=0)
-    """How long a step waits for an open session that has nothing to do yet."""
+    session_hold_s: float = Field(default=30.0, ge=0)
+    """How long a step waits for an open session that has nothing to do yet: longer than a tool and a verifier may take, and
+    than a busy machine is late, since what is sampled without a session that comes after all does not repeat."""
     admission_delay_s: float = Field(default=0.002, ge=0)
     """How long an idle engine waits for more requests after the first, so that equal ones share a row."""
     stuck_after_s: float = Field(default=5.0, gt=0)

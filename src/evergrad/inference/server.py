@@ -66,13 +66,20 @@ class EngineServer:
     Args:
         token: What admin routes demand as a bearer; None closes them.
         on_ready: Called once, when requests are answered.
+        on_death: Called once in the event loop, should the engine die, after every waiting request was told.
     """
 
-    def __init__(self, engine: Engine, token: str | None, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        token: str | None,
+        on_ready: Callable[[], None] = lambda: None,
+        on_death: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         self.engine = engine
         self.chat = ChatFormat(Path(engine.config.model), engine.model.eos_token_ids)
         self.served_names: tuple[str, ...] = tuple(dict.fromkeys((*engine.config.served_names, Path(engine.config.model).name)))
-        self._token, self._on_ready = token, on_ready
+        self._token, self._on_ready, self._on_death = token, on_ready, on_death
         self._queues: dict[str, asyncio.Queue[Event | Exception]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._steps = StepLoop(engine, self._deliver, self._bury)
@@ -96,7 +103,6 @@ class EngineServer:
             "weights/update": self._update,
             "weights/load": self._load,
             "logprobs": self._logprobs,
-            "served_names": self._set_served_names,
             "reset_prefix_cache": self._reset_prefix_cache,
             "sessions/open": self._open_sessions,
             "sessions/close": self._close_sessions,
@@ -202,6 +208,7 @@ class EngineServer:
         def tell() -> None:
             for queue in self._queues.values():
                 queue.put_nowait(error)
+            self._on_death(error)
 
         if self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(tell)
@@ -329,10 +336,6 @@ class EngineServer:
             return {"logprobs": self.engine.logprobs(body.token_ids), "policy_version": self.engine.policy_version}
 
         return await asyncio.wrap_future(self._steps.call(probe))
-
-    async def _set_served_names(self, data: Any) -> Any:
-        self.served_names = wire.parse_body(wire.NamesBody, data).names
-        return {"served_names": list(self.served_names)}
 
     async def _reset_prefix_cache(self, data: Any) -> Any:
         if data:

@@ -1,4 +1,4 @@
-"""Prices every token and second; computes cost per token and intelligence per dollar."""
+"""Prices what a run uses; computes cost per token and intelligence per dollar."""
 
 from evergrad.ledger.clock import CPU_RESOURCE, IDLE, PhaseClock, Span
 from evergrad.ledger.metrics import (

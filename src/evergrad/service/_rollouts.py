@@ -20,7 +20,8 @@ from evergrad.service._runs import rollout_files, run_config
 from evergrad.service._screen import cell, console, print_json
 from evergrad.types import InputError, Outcome
 
-SOURCES = ("train", "eval", "demonstration", "live")
+SOURCES = ("train", "eval", "live")
+"""What a run keeps; demonstrations are played, checked and trained on, and not written."""
 _ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta"}
 _OUTCOME_STYLES = {Outcome.SCORED: "green", Outcome.POLICY_FAULT: "yellow"}
 _SHADES = ((-0.05, ""), (-0.5, "on grey23"), (-1.5, "on dark_goldenrod"), (-3.0, "on dark_orange3"), (float("-inf"), "on red3"))

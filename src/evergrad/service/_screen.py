@@ -16,7 +16,7 @@ from evergrad.service._edge import printable
 def console(*, stderr: bool = False) -> Console:
     """Standard output, or error. Wide enough for whole ids when it is not a terminal, so that ``grep`` finds them."""
     screen = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
-    if not screen.is_terminal:
+    if not screen.file.isatty():  # not ``is_terminal``, which FORCE_COLOR makes true of a file, too
         screen.width = max(screen.width, 200)
     return screen
 

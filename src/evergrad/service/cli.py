@@ -17,7 +17,7 @@ from evergrad.service._edge import guarded
 
 app = typer.Typer(
     name="evergrad",
-    help="Keeps an open-weights agent in training for as long as it serves, and puts a price on every step.",
+    help="Keeps an open-weights agent in training for as long as it serves, and states what each promotion gained and cost.",
     no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -209,7 +209,7 @@ def rollouts_show(
     n: Annotated[int, typer.Option("-n", "--last", min=1, help="How many of the last ones.")] = 3,
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="NAME", help="Only train, eval, demonstration or live.", show_default=False),
+        typer.Option("--source", metavar="NAME", help="Only train, eval or live.", show_default=False),
     ] = None,
     outcome: Annotated[
         str | None,

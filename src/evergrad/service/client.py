@@ -1,7 +1,7 @@
 """A small client of a served endpoint; needs nothing of the house but its nouns.
 
-Any OpenAI client works against the same address; this one speaks in :class:`~evergrad.types.Message` and knows the house's
-errors.
+Any OpenAI client gets chat completions at the same address; this one speaks in :class:`~evergrad.types.Message` and knows the
+house's errors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Any
 
@@ -50,7 +51,12 @@ class Client:
     """
 
     def __init__(self, base_url: str, *, timeout_s: float = 300.0) -> None:
-        self._http = httpx.Client(base_url=_root(base_url), timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S))
+        self._http = httpx.Client(
+            base_url=_root(base_url),
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            # A proxy of the environment leads out of this machine, never to it.
+            trust_env=not _is_this_machine(base_url),
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -130,6 +136,14 @@ class Client:
 def _root(base_url: str) -> str:
     # People paste the address that OpenAI clients want.
     return base_url.rstrip("/").removesuffix("/v1")
+
+
+def _is_this_machine(base_url: str) -> bool:
+    host = httpx.URL(base_url).host
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _body(messages: Sequence[Message], model: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ class TrainerClient:
         self.base_url = base_url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token is not None else {}
         self._in_order = asyncio.Lock()
-        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout_s, connect=_HEALTH_TIMEOUT_S))
+        timeout = httpx.Timeout(timeout_s, connect=_HEALTH_TIMEOUT_S)
+        # Workers are ours: a proxy of the environment has no business between us and them.
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, trust_env=False)
 
     async def step(self, batch: TrainingBatch, loss: LossConfig | None = None, lr: float | None = None) -> dict[str, float]:
         """One optimizer step; returns its metrics (see ``Trainer.step``). A figure that was not finite is NaN."""

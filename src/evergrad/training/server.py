@@ -20,9 +20,9 @@ from fastapi.responses import JSONResponse
 
 from evergrad.config import Config, ConfigError, nearest, parse_config
 from evergrad.training.trainer import Trainer
-from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, StepBody, finite_json
+from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, StepBody
 from evergrad.transfer import SlotPublisher
-from evergrad.types import EvergradError
+from evergrad.types import EvergradError, plain
 
 BodyT = TypeVar("BodyT", bound=Config)
 
@@ -130,7 +130,7 @@ def trainer_app(service: TrainerService, token: str | None, on_ready: Callable[[
 
         # Shielded: a caller that gives up does not stop an operation half-way, and the next waits for its end.
         answer = await asyncio.shield(asyncio.get_running_loop().run_in_executor(worker, timed))
-        return JSONResponse(finite_json(answer))
+        return JSONResponse(plain(answer, nonfinite="null"))
 
     async def with_body(request: Request, body: type[BodyT], work: Callable[[BodyT], dict[str, Any]]) -> JSONResponse:
         name = request.url.path

@@ -27,6 +27,7 @@ from evergrad.training.meter import Meter
 from evergrad.training.model import check_faithful, load_model, pair_logprobs, sequence_logprobs
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
+from evergrad.transfer.worker import pick_device
 from evergrad.types import TrainingBatch, TrainingSample
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -49,7 +50,7 @@ class Trainer:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._device = _device(config.device)
+        self._device = pick_device(config.device)
         dtype = getattr(torch, config.dtype)
         master = torch.promote_types(dtype, torch.float32)
         self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, self._device)
@@ -331,17 +332,6 @@ def _check_values(number: int, sample: TrainingSample, positions: np.ndarray[Any
         if not np.isfinite(values).all():
             position = int(positions[np.flatnonzero(~np.isfinite(values))[0]])
             raise TrainerError(f"sample {number}, position {position}: {field} is not finite", where=where)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise TrainerError(f"device '{name}' cannot be used: {error}", hint="device = 'auto'") from error
-    return device
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

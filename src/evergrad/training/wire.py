@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from typing import Any
 
@@ -78,12 +77,3 @@ def batch_json(batch: TrainingBatch) -> dict[str, Any]:
         "num_valid_tokens": batch.num_valid_tokens,
         "metrics": dict(batch.metrics),
     }
-
-
-def finite_json(value: Any) -> Any:
-    """The same with NaN and infinities as null, which strict JSON has no word for."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: finite_json(item) for key, item in value.items()}
-    return [finite_json(item) for item in value] if isinstance(value, list) else value
