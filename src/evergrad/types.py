@@ -337,7 +337,7 @@ class EvalReport:
     scores: Mapping[str, float]
     """Task id to reward; policy faults score 0, the other faults are absent here and listed in ``missing``."""
     suite_hash: str
-    """Over the task ids, limits and sampling settings: reports pair only when it agrees."""
+    """Over the task ids, limits, sampling settings and verifier: reports pair only when it agrees."""
     missing: tuple[str, ...] = ()
     slices: Mapping[str, str] = field(default_factory=dict)
     """Task id to slice name."""

@@ -189,6 +189,8 @@ def test_suite_hash_names_what_was_measured() -> None:
         suite_hash(suite, Sampling(temperature=0.0)),
         suite_hash(suite, Sampling(temperature=0.5)),
         suite_hash(suite, samples=2),
+        suite_hash(suite, fingerprint="verifier-a"),
+        suite_hash(suite, fingerprint="verifier-b"),
         suite_hash(suite),
     ]
     assert len(set(others)) == len(others)

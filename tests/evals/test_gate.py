@@ -171,7 +171,7 @@ def test_the_primary_suite_can_be_chosen() -> None:
     swapped = gate({GUARD: candidate[GUARD], SUITE: candidate[SUITE]}, incumbent, primary=SUITE)
     assert swapped.promote
     assert swapped.evidence["primary"] == SUITE
-    refused(gate(candidate, incumbent, GateConfig(primary=GUARD)), "desk@v1/gate: 0 wins, 0 losses of 96: tied")
+    refused(gate(candidate, incumbent, primary=GUARD), "desk@v1/gate: 0 wins, 0 losses of 96: tied")
 
 
 def test_small_losses_add_up_against_a_frozen_anchor() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,3 +113,9 @@ def _command(process: psutil.Process) -> list[str]:
 def worker(pid: int, module: str) -> psutil.Process | None:
     """The first child that runs ``module``."""
     return next((child for child in workers(pid) if module in _command(child)), None)
+
+
+def half_written(run: Path) -> list[Path]:
+    """What a write begins beside its place: folders and rollouts (``.partial``), plain files (``.tmp``), reports."""
+    begun = re.compile(r"\.partial|^\.report\.|\.tmp$")
+    return [path for path in run.rglob("*") if begun.search(path.name)]

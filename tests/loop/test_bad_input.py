@@ -12,7 +12,7 @@ import pytest
 from evergrad.loop.controller import run_loop
 from evergrad.registry import base_model
 from evergrad.types import EvergradError
-from tests.loop.conftest import Start
+from tests.loop.conftest import Start, half_written
 
 
 def refused(process: subprocess.Popen[str], *words: str) -> None:
@@ -33,6 +33,12 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("[learn.rl]", "[learn.rl]\ntemperature = 0", ["temperature", "greater than 0"]),
         ("threads = 1", 'threads = 1\nmode = "disaggregated"', ["max_off_policy_steps must be >= 1"]),
         ("lr = 1e-3", 'lr = 1e-3\nmax_off_policy_steps = 2\nloss = { name = "cross_entropy" }', ["does not correct"]),
+        ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"', ["ignores the reward", "group_mean"]),
+        ("group_size = 4", 'group_size = 1\nadvantage = "group_normalized"', ["group_normalized", "group_size >= 2"]),
+        ("[eval]\nn = 12", "[eval]\nn = 11", ["eval.n = 11", "gate.min_n"]),
+        ("requests = 4", 'requests = 0\n[[traffic.changes]]\nsettings = { contract = "v2" }', ["watch.requests >= 1"]),
+        ('method = "full"', 'method = "full"\noptimizer = { lr = 1e-3 }', ["learn.rl.lr", "trainer.optimizer"]),
+        ("min_n = 12", 'min_n = 12\nprimary = "letters@v1"', ["gate.primary"]),
         ("[environment]", "[environmet]", ["environmet", "did you mean 'environment'"]),
         ('model = "tiny"', 'model = "tinny"', ["tinny", "tiny"]),
         ('difficulty = "easy"', 'dificulty = "easy"', ["dificulty", "difficulty"]),
@@ -49,6 +55,15 @@ def test_bad_configuration(tiny_config: Path, before: str, after: str, words: li
     for word in words:
         assert word in str(refusal.value)
     assert not run.exists(), list(run.rglob("*"))
+
+
+def test_a_budget_of_dollars_needs_a_price(tiny_config: Path, tmp_path: Path) -> None:
+    book = tmp_path / "prices.toml"
+    book.write_text("[prices.gpu_s]\nusd = 1\n")
+    run = tmp_path / "run"
+    with pytest.raises(EvergradError, match=r"no price for 'cpu_core_s'.*budget.minutes"):
+        run_loop(tiny_config, ["budget.usd=1", f"price_book={book}"], run)
+    assert not run.exists()
 
 
 def test_a_misspelt_key_on_the_command_line(tiny_config: Path, start: Start, tmp_path: Path) -> None:
@@ -100,7 +115,7 @@ def test_full_disk_leaves_the_last_whole_state(tiny_config: Path, start: Start, 
     output, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, None), output
     assert "Traceback" not in output
-    assert not list(run.glob("checkpoints/*/*.tmp"))
+    assert half_written(run) == []
     process = start("run", str(tiny_config), "--run-dir", str(run))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output

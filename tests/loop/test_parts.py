@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tomllib
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +18,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evergrad.config import load_config
+from evergrad.envs import Taskset
 from evergrad.evals import GateConfig
+from evergrad.ledger import Ledger, PhaseClock
+from evergrad.loop import _measuring
 from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
-from evergrad.loop._learning import _plan
-from evergrad.loop._serving import judge_traffic
-from evergrad.loop.config import RunConfig
+from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
+from evergrad.loop._measuring import _incumbent
+from evergrad.loop._probe import require_equal
+from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
+from evergrad.loop._serving import Serving
+from evergrad.loop._watching import judge_traffic, serve_traffic
+from evergrad.loop.config import BudgetConfig, RunConfig
+from evergrad.loop.controller import _finished
 from evergrad.loop.placement import LocalPlacement, WorkerDied
-from evergrad.types import EvergradError, Outcome, Rollout
+from evergrad.registry import Registry
+from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
 
+LETTERS = Path(__file__).parents[2] / "examples" / "letters.py"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 WORDS = st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=["Cc"]), max_size=8)
 VALUES = st.one_of(st.integers(-9, 9), st.booleans(), st.floats(-1e9, 1e9), WORDS, st.lists(st.integers(0, 9), max_size=3))
@@ -96,13 +108,21 @@ def rollouts(successes: int, failures: int, faults: int = 0) -> list[Rollout]:
 
 
 def test_traffic_alarms_on_a_fall_and_not_on_chance_or_faults() -> None:
-    assert judge_traffic(rollouts(23, 1), 0.97, False).trigger(0.01) is None
-    assert judge_traffic(rollouts(24, 0, faults=40), 1.0, False).trigger(0.01) is None
-    assert "fell to 3/24" in (judge_traffic(rollouts(3, 21), 0.95, False).trigger(0.01) or "")
-    assert judge_traffic(rollouts(24, 0), 0.95, True).trigger(0.01) == "the tool contract changed"
-    assert judge_traffic([], 0.95, False).trigger(0.01) is None
-    report = judge_traffic(rollouts(20, 4), 0.95, False)
-    assert report.p_value == pytest.approx(sum(_binomial(24, k, 1 - 3 / 24) for k in range(21)), rel=1e-9)
+    assert judge_traffic(rollouts(23, 1), 0.97, 96, False).trigger(0.01) is None
+    assert judge_traffic(rollouts(24, 0, faults=40), 1.0, 96, False).trigger(0.01) is None
+    assert "fell to 3/24" in (judge_traffic(rollouts(3, 21), 0.95, 96, False).trigger(0.01) or "")
+    assert judge_traffic(rollouts(24, 0), 0.95, 96, True).trigger(0.01) == "the tool contract changed"
+    assert judge_traffic([], 0.95, 96, False).trigger(0.01) is None
+    assert judge_traffic(rollouts(0, 24), None, 0, False).trigger(0.01) is None, "unknown is not zero, nor one"
+
+
+@pytest.mark.parametrize(("expected", "rate"), [(0.95, 0.95), (1.0, 1 - 3 / 96)])
+def test_traffic_is_compared_with_what_the_gate_showed(expected: float, rate: float) -> None:
+    """The tasks of the gate bound the rate, not the few live requests: at 21/24 a version promoted at 95% has not fallen."""
+    report = judge_traffic(rollouts(20, 4), expected, 96, False)
+    assert report.p_value == pytest.approx(sum(_binomial(24, k, rate) for k in range(21)), rel=1e-9)
+    assert (report.trigger(0.05) is not None) == (report.p_value < 0.05)
+    assert "fell to 20/24" in (report.trigger(0.05) or "")
 
 
 def _binomial(n: int, k: int, p: float) -> float:
@@ -111,13 +131,13 @@ def _binomial(n: int, k: int, p: float) -> float:
     return comb(n, k) * p**k * (1 - p) ** (n - k)
 
 
-async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "short_lived.py"
     script.write_text(
         "import json, sys, time\nprint('the ceiling fell', file=sys.stderr)\n"
         "print(json.dumps({'ready': True, 'port': 1}), flush=True)\ntime.sleep(600)\n"
     )
-    os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     async with LocalPlacement(tmp_path / "logs") as placement:
         worker = await placement.start("victim", "short_lived", GateConfig())
         os.kill(worker.process.pid, signal.SIGKILL)
@@ -125,3 +145,254 @@ async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path) -> No
             await placement.watch()
         with pytest.raises(WorkerDied, match="No module named"):
             await placement.start("nobody", "no_such_module", GateConfig())
+
+
+def measured(version_id: str, suite: str, score: float, n: int = 4) -> dict[str, Any]:
+    report = EvalReport(version_id, suite, {f"t{i}": score for i in range(n)}, "hash")
+    tries = [Rollout(f"r{i}", "g", f"t{i}", (), Outcome.SCORED, score, usage=Usage(completion_tokens=1 + i)) for i in range(n)]
+    return score_row(report, tries, 1.0, 2.0)
+
+
+def version(version_id: str, **metadata: Any) -> ModelVersion:
+    return ModelVersion(version_id, None, 1, f"versions/{version_id}", "tiny", "recipe", "2026-01-01T00:00:00Z", metadata)
+
+
+def test_a_version_is_judged_by_what_it_serves_not_by_its_guards() -> None:
+    state = LoopState()
+    for row in (measured("new", "desk@v2", 1.0), measured("new", "desk@v1", 0.0), measured("old", "desk@v1", 0.5)):
+        keep_row(state, row)
+    keep_row(state, live_row(2, 0, "desk@v2", "new", rollouts(1, 3)))
+    assert (speaking_row(state, version("new", suite="desk@v2"), "desk@v2") or {})["mean"] == 1.0
+    # The world has changed and nothing was measured there yet: what the version was made for still speaks.
+    assert (speaking_row(state, version("new", suite="desk@v2"), "desk@v3") or {})["mean"] == 1.0
+    assert speaking_row(state, version("never", suite="desk@v2"), "desk@v2") is None
+
+
+def test_a_row_that_is_made_again_takes_the_place_of_the_first() -> None:
+    state = LoopState()
+    for row in (measured("a", "desk", 0.25), measured("b", "desk", 0.5), measured("a", "desk", 1.0)):
+        keep_row(state, row)
+    assert [(row["version_id"], row["mean"]) for row in state.scores] == [("a", 1.0), ("b", 0.5)]
+
+
+def test_graded_scores_are_no_successes_and_prices_belong_to_tasks() -> None:
+    row = measured("a", "desk", 0.5)
+    assert (row["mean"], row["success_rate"], row["ci95"], row["usd_per_success"]) == (0.5, 0.0, None, None)
+    assert dict(zip(row["task_ids"], row["task_usd"], strict=True)) == pytest.approx(
+        {"t0": 0.1, "t1": 0.2, "t2": 0.3, "t3": 0.4}
+    )
+    low, high = measured("a", "desk", 1.0)["ci95"]
+    assert low < 1.0
+    assert high == 1.0
+    live = live_row(1, 1, "desk", "a", [*rollouts(1, 0), *rollouts(0, 1), *rollouts(0, 0, faults=3)])
+    assert (live["label"], live["mean"], live["n"]) == ("live, cycle 1, check 2", 0.5, 2)
+    assert row_of(LoopState(scores=[live]), "a", "desk") is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "serves", "beaten"),
+    [
+        (None, "old", "old"),
+        ("old", "old", "old"),
+        ("old", "candidate", "old"),  # killed between the promotion and the end of the stage
+        ("old", "other", "other"),  # somebody moved the alias meanwhile
+    ],
+)
+def test_the_incumbent_is_what_serves_or_what_the_candidate_replaced(saved: str | None, serves: str, beaten: str) -> None:
+    saves: list[str | None] = []
+    state = LoopState(incumbent=saved)
+    session: Any = SimpleNamespace(
+        state=state,
+        registry=SimpleNamespace(resolve=lambda alias: serves, get=version),
+        save_state=lambda: saves.append(state.incumbent),
+    )
+    assert _incumbent(session, version("candidate")).version_id == beaten
+    assert saves == ([] if saved == beaten else [beaten])
+
+
+def test_steps_without_a_finite_gradient_are_told_and_then_end_the_run() -> None:
+    told: list[str] = []
+    state = LoopState(stage=Stage.LEARN)
+    session: Any = SimpleNamespace(state=state, event=told.append)
+    for skipped in (0.0, 1.0, 1.0, 0.0, 1.0, *[1.0] * (NONFINITE_STEPS - 2)):
+        state.steps.append({"skipped_nonfinite": skipped})
+        _require_finite(session)
+    assert len(told) == 2, "one for each time that it begins"
+    state.steps.append({"skipped_nonfinite": 1.0})
+    with pytest.raises(EvergradError, match="3 steps in a row"):
+        _require_finite(session)
+
+
+def test_a_probe_must_agree_and_be_a_number() -> None:
+    require_equal([-1.0, -2.0], [-1.0004, -2.0], "update 3")
+    for found in ([-1.0, -2.002], [float("nan"), -2.0]):
+        with pytest.raises(EvergradError, match="update 3: the engine's log-probabilities differ"):
+            require_equal([-1.0, -2.0], found, "update 3")
+
+
+class _Engine:
+    """Loads whatever it is told to; scores probes as ``logprobs_of`` says."""
+
+    base_url = "http://nowhere"
+
+    def __init__(self, logprobs_of: dict[str, list[float]]) -> None:
+        self.logprobs_of, self.serves = logprobs_of, ""
+
+    async def load_weights(self, weights_uri: str, policy_version: int, served_names: list[str]) -> dict[str, Any]:
+        assert served_names[0] == "production"
+        self.serves = served_names[1]
+        return {}
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        return self.logprobs_of[self.serves]
+
+
+async def test_a_version_that_is_not_what_was_trained_leaves_the_old_one_serving(tmp_path: Path) -> None:
+    probe = {"token_ids": [1, 2, 3], "logprobs": [-1.0, -2.0]}
+    with Registry(tmp_path / "registry.sqlite") as registry:
+        for name in ("old", "damaged"):
+            registry.register(version(name, probe=probe))
+        registry.promote("production", "old", bootstrap=True)
+        placement: Any = None
+        config: Any = None
+        serving = Serving(placement, config, registry, tmp_path)
+        engine: Any = _Engine({"old": [-1.0, -2.0], "damaged": [-1.0, -9.0]})
+        serving._client = engine
+        await serving.follow()
+        registry.promote("production", "damaged", Verdict(True, ("better",), {}, "damaged", "old"))
+        with pytest.raises(EvergradError, match="serving damaged"):
+            await serving.follow()
+        assert engine.serves == "old"
+        assert serving.version is not None
+        assert serving.version.version_id == "old"
+
+
+class _Measuring:
+    """As much of a session as a report needs; ``saved`` is what a crash would leave of the scores."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.config = load_config(RunConfig, next(path for path in EXAMPLES if path.stem == "demo_short"))
+        self.folder, self.state, self.engine, self.renderer = SimpleNamespace(path=folder), LoopState(), None, None
+        self.clock = SimpleNamespace(phase=lambda name: nullcontext())
+        self.console = SimpleNamespace(stage=lambda *_: nullcontext(), advance=lambda note: None)
+        self.tasks = Taskset(self.config.environment.name, settings)
+        self.saved: list[dict[str, Any]] = []
+        self.measurements = 0
+
+    def suite(self, settings: Any) -> str:
+        return "letters@v1"
+
+    def taskset(self, settings: Any) -> Taskset:
+        return self.tasks
+
+    def require_holder(self, client: Any, version: ModelVersion) -> None:
+        self.measurements += 1
+
+    def spent_usd(self) -> float:
+        return 1.0
+
+    def event(self, text: str) -> None: ...
+
+    def record_rollouts(self, name: str, rollouts: Any) -> None: ...
+
+    def save_state(self) -> None:
+        self.saved = json.loads(json.dumps(self.state.scores))
+
+
+async def _succeed(task: Task, *_: Any, rollout_id: str, group_id: str) -> Rollout:
+    return Rollout(rollout_id, group_id, task.task_id, (), Outcome.SCORED, 1.0, usage=Usage(completion_tokens=1))
+
+
+async def test_a_crash_around_a_report_loses_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES[0].parents[1])
+    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    session: Any = _Measuring(tmp_path, {})
+
+    def killed(path: Path, data: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as crash:
+        crash.setattr(_measuring, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            await _measuring.report_for(session, version("a"), {}, session.engine)
+    session.state.scores = session.saved
+    report = await _measuring.report_for(session, version("a"), {}, session.engine)
+    assert [(row["version_id"], row["mean"], row["n"]) for row in session.saved] == [("a", 1.0, 96)]
+    assert (report.mean, session.measurements) == (1.0, 2)
+    # The file is there, hence so is the row: whoever is killed after it measures nothing again.
+    assert await _measuring.report_for(session, version("a"), {}, session.engine) == report
+    assert session.measurements == 2
+
+
+async def test_a_report_of_another_verifier_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES[0].parents[1])
+    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    session: Any = _Measuring(tmp_path, {})
+    before = await _measuring.report_for(session, version("a"), {}, session.engine)
+    monkeypatch.setattr(Taskset, "fingerprint", "the source has changed")
+    after = await _measuring.report_for(session, version("a"), {}, session.engine)
+    assert (before.scores, session.measurements) == (after.scores, 2)
+    assert before.suite_hash != after.suite_hash
+    assert [row["suite_hash"] for row in session.saved] == [after.suite_hash]
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        ({"cycles": 1}, "all cycles are done"),
+        ({"cycles": 5, "minutes": 1.5}, "1.5 minutes is spent"),
+        ({"cycles": 5, "usd": 1e-6}, "\\$1e-06 is spent"),
+        ({"cycles": 5, "minutes": 2.5, "usd": 1.0}, None),
+    ],
+)
+def test_a_finished_run_opens_again_only_with_budget_left(tmp_path: Path, budget: dict[str, Any], reason: str | None) -> None:
+    config = load_config(RunConfig, EXAMPLES[0]).model_copy(update={"budget": BudgetConfig(**budget)})
+    folder = RunFolder(tmp_path, config)
+    done = LoopState(stage=Stage.DONE, wall_s=120.0, watch_checks=3)
+    folder.save_state(done)
+    ticks = iter((0, 10**12))
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        clock = PhaseClock(ledger, subject="cycle-1", cores=2, heartbeat_s=None, now_ns=lambda: next(ticks))
+        clock.start()
+        clock.stop()
+    finished = _finished(config, folder)
+    state = folder.load_state(LoopState())
+    folder.close()
+    if reason is None:
+        assert finished is None
+        assert (state.stage, state.cycle) == (Stage.WARM_START, 2)
+    else:
+        assert re.search(reason, finished or "")
+        assert state == done
+
+
+def test_a_budget_that_nobody_can_count_ends_the_run() -> None:
+    assert "no price" in (BudgetConfig(usd=1).spent(None, 0.0) or "")
+    assert BudgetConfig(usd=1).spent(0.5, 1e9) is None
+    assert BudgetConfig().spent(None, 1e9) is None
+
+
+async def test_each_check_of_each_cycle_draws_tasks_of_its_own() -> None:
+    drawn: list[tuple[str, ...]] = []
+    letters = Taskset(str(LETTERS))
+
+    def tasks(split: str, count: int, seed: int) -> tuple[Task, ...]:
+        drawn.append(tuple(task.task_id for task in letters.tasks(split, count, seed)))
+        return ()
+
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(seed=3),
+        state=SimpleNamespace(cycle=1),
+        serving=SimpleNamespace(client=None),
+        clock=SimpleNamespace(phase=lambda name: nullcontext()),
+        console=SimpleNamespace(stage=lambda *_: nullcontext()),
+        suite=lambda settings: "letters@v1",
+        taskset=lambda settings: SimpleNamespace(tasks=tasks),
+        record_rollouts=lambda name, rollouts: None,
+    )
+    for cycle, check in ((1, 0), (1, 1), (2, 0), (2, 0)):
+        session.state.cycle = cycle
+        await serve_traffic(session, {}, 12, check=check)
+    assert len(set(drawn)) == 3
+    assert drawn[2] == drawn[3], "a check that is made again after a crash is the same check"
+    assert len({task for once in drawn for task in once}) >= 34

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.loop.conftest import Start, worker, workers
+from tests.loop.conftest import Start, half_written, worker, workers
 
 PATIENCE_S = 240.0
 """Of a wait inside a test; only a hang takes so long."""
@@ -114,8 +114,7 @@ def test_killed_and_resumed_equals_left_alone(
 
 def assert_whole(run: Path) -> None:
     """Nothing half-written is left, and no task was trained on twice."""
-    assert not list(run.rglob("*.tmp")), list(run.rglob("*.tmp"))
-    assert not list(run.glob("rollouts/*.partial"))
+    assert half_written(run) == []
     trained = Counter()
     for path in sorted(run.glob("rollouts/step-*.jsonl")):
         trained.update({json.loads(line)["task_id"] for line in path.read_text().splitlines()})

@@ -65,6 +65,18 @@ def test_an_interrupted_step_is_begun_anew_and_a_repeated_one_replaced(tmp_path:
     assert list(read_rollouts(again.complete(1))) == []
 
 
+def test_what_came_too_late_for_a_batch_is_discarded(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    writer.write(0, ROLLOUT)
+    writer.complete(0)
+    writer.write(1, ROLLOUT)
+    (tmp_path / "step-000007.jsonl.partial").touch()  # of a process that was killed
+    writer.discard()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000.jsonl"]
+    writer.write(1, ROLLOUT)
+    assert len(list(read_rollouts(writer.complete(1)))) == 1
+
+
 def test_non_finite_numbers_are_shown_in_strict_json() -> None:
     damaged = replace(COMPLETION, logprobs=(math.nan, -math.inf))
     rollout = replace(

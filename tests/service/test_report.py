@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.loop.report import clock, compare, headline, read_report, render_html, to_plain, usd, write_report
-from evergrad.types import EvergradError, Outcome, Verdict
+from evergrad.types import EvergradError, Outcome
 
 EVIL = "</title></script><script>alert('x')</script><img src=x onerror=alert(1)>&\"' $x_{1}$ \x1b[31m"
 
@@ -37,7 +37,9 @@ def whole(text: str = "support_desk@v1/gate") -> dict[str, Any]:
                 "score_after": 0.96,
                 "ci95": [0.39, 0.57],
                 "n": 96,
-                "verdict": Verdict(True, (text,), {"p_value": math.nan}),
+                "verdict": "promoted",
+                "reasons": [text],
+                "evidence": {"p_value": math.nan},
                 "usd": Decimal("0.0123"),
             }
         ],
@@ -46,7 +48,7 @@ def whole(text: str = "support_desk@v1/gate") -> dict[str, Any]:
         "usd_per_success": 0.0001,
         "intelligence_per_dollar": {"value": 10000.0, "ci95": [9000.0, 11000.0]},
         "steps": [
-            {"cycle": 1, "step": 0, "reward": 0.3, "reward_ci95": [0.2, 0.4], "usd": 0.001, "wall_s": 30.0, "loss": math.nan},
+            {"cycle": 1, "step": 0, "reward": 0.3, "reward_ci95": 0.1, "usd": 0.001, "wall_s": 30.0, "loss": math.nan},
             {"cycle": 1, "step": 1, "reward": math.nan, "reward_ci95": None, "usd": 0.002, "wall_s": 60.0},
             {"cycle": 2, "step": 0, "reward": 0.6, "reward_ci95": 0.1, "usd": 0.003, "wall_s": 90.0},
         ],
@@ -89,7 +91,7 @@ def test_json_is_strict_and_holds_what_was_given(tmp_path: Path) -> None:
     assert data["steps"][0]["loss"] is None
     assert data["usd_per_million_tokens"] is None
     assert data["cycles"][0]["usd"] == 0.0123
-    assert data["cycles"][0]["verdict"]["evidence"] == {"p_value": None}
+    assert data["cycles"][0]["evidence"] == {"p_value": None}
     assert data["cost"]["by_phase"]["idle"] is None
     assert read_report(tmp_path) == data
 
@@ -173,7 +175,7 @@ def test_numbers_as_people_read_them() -> None:
 
 def test_comparison_of_seeds_has_a_line_of_means(tmp_path: Path) -> None:
     reports = [{**to_plain(whole()), "seed": seed, "wall_s": 60.0 * seed} for seed in (1, 2)]
-    reports[1]["cycles"] = [{"score_before": 0.5, "score_after": 0.9, "verdict": {"promote": False}}]
+    reports[1]["cycles"] = [{"score_before": 0.5, "score_after": 0.9, "verdict": "refused"}]
     lines = compare(reports).splitlines()
     assert lines[0].startswith("| seed | cycle 1 | verdicts")
     assert "refused" in lines[3]

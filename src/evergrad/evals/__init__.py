@@ -6,10 +6,12 @@ from evergrad.evals.statistics import (
     PairedDifference,
     cost_per_success_ratio,
     mcnemar_p,
+    mean_interval,
     non_inferiority_p,
     paired_difference,
     pass_at_k,
     sign_flip_p,
+    t_quantile,
     wilson_interval,
 )
 
@@ -23,6 +25,7 @@ __all__ = [
     "evaluate",
     "gate",
     "mcnemar_p",
+    "mean_interval",
     "non_inferiority_p",
     "paired_difference",
     "pass_at_k",
@@ -30,5 +33,6 @@ __all__ = [
     "report_hash",
     "sign_flip_p",
     "suite_hash",
+    "t_quantile",
     "wilson_interval",
 ]

@@ -47,6 +47,7 @@ async def evaluate(
     run: Run,
     *,
     sampling: Sampling | None = None,
+    fingerprint: str = "",
     samples: int = 1,
     concurrency: int = 64,
     max_retries: int = 2,
@@ -59,6 +60,8 @@ async def evaluate(
         tasks: Distinct tasks; their order decides only which starts first.
         run: One try at one task. An exception counts as a fault of the environment.
         sampling: What ``run`` samples with; part of the suite's hash. ``None`` where the tasks' limits say it all.
+        fingerprint: Names the verifier and settings that score (``Taskset.fingerprint``); part of the suite's hash, so that
+            scores of two verifiers are never compared.
         samples: Tries per task. A task with fewer good ones than that, after all retries, is missing.
         concurrency: Tries that are under way at once.
         max_retries: Further tries after an environment or verifier fault, for each of the ``samples``.
@@ -81,7 +84,8 @@ async def evaluate(
                 group.create_task(worker())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    report = _report(version_id, suite, suite_hash(tasks, sampling, samples=samples), tries, samples)
+    measured = suite_hash(tasks, sampling, fingerprint=fingerprint, samples=samples)
+    report = _report(version_id, suite, measured, tries, samples)
     if not report.scores:
         causes = Counter(entry.fault for entry in tries.values()).most_common(5)
         told = "; ".join(f"{count} × {cause}" for cause, count in causes)
@@ -91,11 +95,12 @@ async def evaluate(
     return report
 
 
-def suite_hash(tasks: Sequence[Task], sampling: Sampling | None = None, *, samples: int = 1) -> str:
-    """Names what was measured: task ids, limits and sampling. The order of tasks does not matter."""
+def suite_hash(tasks: Sequence[Task], sampling: Sampling | None = None, *, fingerprint: str = "", samples: int = 1) -> str:
+    """Names what was measured, and by which verifier. The order of tasks does not matter."""
     content = {
         "tasks": sorted((task.task_id, dataclasses.asdict(task.limits)) for task in tasks),
         "sampling": sampling,
+        "fingerprint": fingerprint,
         "samples": samples,
     }
     return hashlib.sha256(strict_json(content).encode()).hexdigest()[:16]

@@ -38,8 +38,6 @@ class GateConfig(Config):
     """Pairs that a suite must have at least."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Smallest gain in mean score that promotes; any gain by default."""
-    primary: str | None = None
-    """Suite on which the candidate must be better; the first of its reports by default."""
     guards: dict[str, float] = Field(default_factory=dict)
     """Suite to margin: how much worse, in mean score, the candidate must be shown not to be."""
     guard_margin: float | None = Field(default=0.05, gt=0, allow_inf_nan=False)
@@ -47,7 +45,10 @@ class GateConfig(Config):
     max_missing_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of a suite's tasks that may lack a score, under either version."""
     max_cost_increase: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """How much dearer a success may become: 0.1 allows ten percent. ``None`` asks for no cost at all."""
+    """How much dearer a success may become: 0.1 allows ten percent. ``None`` asks for no cost at all.
+
+    A cost is the time of the machine: where others use it too, or a suite takes but seconds, it is as uneven as that time.
+    """
     seed: int = 0
     """Of the sign flips."""
 
@@ -90,7 +91,7 @@ def gate(
         candidate: Its reports, one per suite.
         incumbent: Those of the version that serves now, on the same suites; empty or ``None`` when nothing serves.
         config: Thresholds.
-        primary: Suite on which the candidate must be better; overrides ``config.primary``.
+        primary: Suite on which the candidate must be better; the first of its reports by default.
         anchor: Reports of a frozen version; every suite in it is guarded against it too, lest small losses add up.
         costs: Per-task costs on the primary suite; needed when ``config.max_cost_increase`` is set.
         clusters: Task id to cluster (repository, customer, conversation); tasks of one cluster are not independent.
@@ -98,7 +99,7 @@ def gate(
     """
     config = config or GateConfig()
     ruling = _Ruling(config, clusters)
-    chosen = primary or config.primary or next(iter(candidate), "")
+    chosen = primary or next(iter(candidate), "")
     candidate_id = _one_version(ruling, candidate, "candidate")
     incumbent_id = _one_version(ruling, incumbent, "incumbent") if incumbent else None
     if not chosen or chosen not in candidate:

@@ -176,6 +176,39 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def mean_interval(scores: Sequence[float]) -> tuple[float, float] | None:
+    """95% interval of a mean score: Wilson's for a share of successes, Student's t for graded scores.
+
+    ``None`` where the scores say nothing of their spread: without any, or with graded ones that are all equal.
+
+    >>> mean_interval([1.0] * 96) == wilson_interval(96, 96)
+    True
+    >>> tuple(round(end, 3) for end in mean_interval([0.2, 0.4, 0.6]) or ())
+    (-0.097, 0.897)
+    """
+    if not scores:
+        return None
+    if all(score in (0.0, 1.0) for score in scores):
+        return wilson_interval(sum(map(int, scores)), len(scores))
+    mean = math.fsum(scores) / len(scores)
+    square = math.fsum((score - mean) ** 2 for score in scores)
+    if square <= 0:
+        return None
+    half = t_quantile(len(scores) - 1) * math.sqrt(square / (len(scores) - 1) / len(scores))
+    return mean - half, mean + half
+
+
+def t_quantile(degrees: int) -> float:
+    """Two-sided 95% point of Student's t: what a mean of ``degrees + 1`` values with an estimated spread needs for 1.96.
+
+    >>> round(t_quantile(5), 2)
+    2.57
+    """
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, degrees))
+
+
 def pass_at_k(samples: int, successes: int, k: int) -> float:
     """Chance that at least one of ``k`` tries succeeds, without bias from ``successes`` in ``samples`` (Chen et al., 2021).
 

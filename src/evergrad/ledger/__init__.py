@@ -1,6 +1,6 @@
 """Prices what a run uses; computes cost per token and intelligence per dollar."""
 
-from evergrad.ledger.clock import IDLE, PhaseClock, Span
+from evergrad.ledger.clock import CPU_RESOURCE, IDLE, PhaseClock, Span
 from evergrad.ledger.metrics import (
     Arm,
     Comparison,
@@ -19,6 +19,7 @@ from evergrad.ledger.prices import LedgerError, Price, PriceBook
 from evergrad.ledger.store import UNATTRIBUTED, Conservation, CostSummary, Ledger, cost_summary, reprice
 
 __all__ = [
+    "CPU_RESOURCE",
     "IDLE",
     "UNATTRIBUTED",
     "Arm",

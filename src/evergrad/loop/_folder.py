@@ -56,8 +56,8 @@ class LoopState:
     changes_applied: int = 0
     wall_s: float = 0.0
     """Seconds of earlier sessions."""
-    cycle_started: dict[str, float] = field(default_factory=dict)
-    """``usd`` and ``wall_s`` when the cycle began."""
+    cycle_started: dict[str, float | None] = field(default_factory=dict)
+    """``cycle``, ``usd`` and ``wall_s`` when it began; ``usd`` is ``None`` when something was unpriced by then."""
     cycles: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
@@ -160,11 +160,15 @@ def write_text(path: Path, text: str) -> None:
     """Writes beside ``path``, flushes to disk, renames."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def to_toml(data: Mapping[str, Any], prefix: str = "") -> str:

@@ -19,27 +19,29 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from random import Random
 from typing import Any
 
 from evergrad.loop._folder import Stage
 from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
+from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.rollouts import (
     Buffer,
     NothingToLearn,
     Ticket,
     assign_advantages,
+    demonstrate,
     derive_seed,
     run_group,
-    run_rollout,
-    scripted,
 )
 from evergrad.training import LossConfig
-from evergrad.types import EvergradError, Outcome, Rollout, RolloutGroup, Sampling, Task, TrainingBatch, TrainingSample
+from evergrad.types import EvergradError, Sampling, Task, TrainingBatch, TrainingSample
 
 SFT_CHECKPOINT_EVERY = 16
+NONFINITE_STEPS = 3
 BASE_TRIES = 24
 
 
@@ -47,7 +49,7 @@ async def warm_start(session: Session) -> Stage:
     """Supervised steps on demonstrations; then the result is published, and in the first cycle introduced to serving."""
     state, recipe = session.state, session.recipe.warm_start
     if state.step == 0:
-        incumbent = session.registry.resolve("production")
+        incumbent = session.registry.resolve(PRODUCTION)
         await session.reset_trainer(incumbent)
         if state.policy_version == 0:
             await _look_at_the_base(session)
@@ -59,13 +61,14 @@ async def warm_start(session: Session) -> Stage:
             metrics = await session.train(batch, LossConfig(name="cross_entropy"), recipe.lr)
             state.step += 1
             session.record_step("sft", {**metrics, "seconds": time.monotonic() - started})
+            _require_finite(session)
             session.console.advance(f"loss {metrics['loss']:.3f}  {session.money()}")
             if state.step % SFT_CHECKPOINT_EVERY == 0 and state.step < len(batches):
                 await session.checkpoint()
     await session.publish()
     await session.checkpoint()
     version = await session.register("sft", session.contracts())
-    if session.serving.version is None:
+    if session.registry.resolve(PRODUCTION) in (None, version.version_id):
         await introduce(session, version)
     return Stage.LEARN
 
@@ -74,9 +77,7 @@ async def _look_at_the_base(session: Session) -> None:
     """What the base model does before anything was learned: the first rewards that the user sees."""
     suite = session.suite(session.state.deployed)
     with session.clock.phase("eval"):
-        rollouts = await play(
-            session, session.state.deployed, BASE_TRIES, session.engine, name="base-model", seed=0, source="eval"
-        )
+        rollouts = await play(session, session.state.deployed, BASE_TRIES, session.engine, name="base-model", source="eval")
     judged = [rollout for rollout in rollouts if rollout.outcome.trainable]
     session.event(f"the base model on {suite}: {sum(rollout.success for rollout in judged)}/{len(judged)} succeed")
 
@@ -141,6 +142,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
             "seconds": time.monotonic() - started,
         },
     )
+    _require_finite(session)
     await session.checkpoint()
     interval = record["reward_ci95"]
     text = (
@@ -150,6 +152,23 @@ async def _step(session: Session, buffer: Buffer) -> None:
     session.console.advance(text)
     if state.step == 1 or state.step % 4 == 0 or state.step == rl.steps:
         session.console.note(f"  cycle {state.cycle} step {state.step:3d}: {text}")
+
+
+def _require_finite(session: Session) -> None:
+    """Says it when a step was left out because its gradient was no number; several in a row end the run.
+
+    Raises:
+        EvergradError: the last ``NONFINITE_STEPS`` steps changed nothing.
+    """
+    skipped = len(list(takewhile(lambda step: step.get("skipped_nonfinite"), reversed(session.state.steps))))
+    if skipped == 1:
+        session.event("a step was left out: its gradient is not finite, and the weights are as before")
+    if skipped >= NONFINITE_STEPS:
+        raise EvergradError(
+            f"{skipped} steps in a row had a gradient that is not finite; nothing is being learned",
+            where=session.state.stage.value,
+            hint="lower the lr of this stage, and start anew with another --run-dir",
+        )
 
 
 def _used(buffer: Buffer) -> int:
@@ -261,39 +280,12 @@ async def _demonstration_batches(session: Session) -> list[TrainingBatch]:
 
 
 async def _demonstrations(session: Session, settings: Mapping[str, Any], count: int) -> list[list[TrainingSample]]:
-    """Plays ``count`` perfect rollouts; a demonstration that its own verifier does not score 1 ends the run."""
-    recipe = session.recipe.warm_start
+    """``count`` perfect rollouts as samples; each cycle shows tasks of its own."""
+    state, recipe = session.state, session.recipe.warm_start
     taskset = session.taskset({**settings, **recipe.settings})
-    shown: list[list[TrainingSample]] = []
-    for task in taskset.tasks("train", count, seed=derive_seed(session.config.seed, "demonstrations")):
-        texts = taskset.open(task).demonstrate()
-        if texts is None:
-            raise EvergradError(
-                f"environment '{taskset.name}' has no demonstrations",
-                where="warm_start",
-                hint="define demonstrate() in the environment, or set warm_start.demonstrations = 0",
-            )
-        rollout = await run_rollout(
-            task,
-            taskset,
-            scripted(texts, session.renderer),
-            session.renderer,
-            Sampling(max_tokens=task.limits.max_tokens_per_turn),
-            rollout_id=f"demonstration-{task.task_id}",
-            group_id="demonstrations",
-            source="demonstration",
-        )
-        _require_perfect(rollout)
-        shown.append(list(assign_advantages(RolloutGroup("demonstrations", (rollout,)), "constant")))
-    return shown
-
-
-def _require_perfect(rollout: Rollout) -> None:
-    if rollout.outcome is not Outcome.SCORED or not rollout.success:
-        raise EvergradError(
-            f"the demonstration of {rollout.task_id} ends as {rollout.outcome} with reward {rollout.reward}: {rollout.fault}",
-            hint="evergrad env test shows which check fails",
-        )
+    tasks = taskset.tasks("train", count, seed=derive_seed(session.config.seed, "demonstrations", state.cycle))
+    groups = await demonstrate(tasks, taskset, session.renderer)
+    return [list(assign_advantages(group, "constant")) for group in groups]
 
 
 def _batch(demonstrations: Sequence[Sequence[TrainingSample]]) -> TrainingBatch:

@@ -9,131 +9,154 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from evergrad.evals import evaluate, gate, report_from_json, wilson_interval
+from evergrad.evals import Costs, evaluate, gate, report_from_json, suite_hash
 from evergrad.inference import EngineClient
 from evergrad.loop._folder import Stage, write_json
+from evergrad.loop._scores import keep_row, row_of, score_row
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
-from evergrad.rollouts import run_rollout
-from evergrad.types import EvalReport, ModelVersion, Rollout, Sampling, Task, Verdict
+from evergrad.rollouts import greedy_rollout
+from evergrad.types import EvalReport, ModelVersion, Rollout, Task, Verdict, strict_json
 
 
 async def measure(session: Session) -> Stage:
     """Registers, evaluates, rules, promotes. Reports and verdicts on record are reused, so a crash repeats nothing."""
     state = session.state
+    session.writer.discard()
+    await session.serving.follow()
     settings = [state.deployed, *state.known]
     candidate = await session.register("rl" if session.recipe.rl.steps else "sft", session.contracts())
-    if state.incumbent is None:
-        state.incumbent = session.registry.resolve(PRODUCTION)
-        session.save_state()
-    assert state.incumbent is not None, "the first cycle introduces a version before it measures"
-    incumbent = session.registry.get(state.incumbent)
+    incumbent = _incumbent(session, candidate)
     before, after = {}, {}
     for each in settings:
         suite = session.suite(each)
         before[suite] = await report_for(session, incumbent, each, session.serving.client)
         after[suite] = await report_for(session, candidate, each, session.engine)
+    suite = session.suite(state.deployed)
+    costs = Costs(_task_costs(session, candidate, suite), _task_costs(session, incumbent, suite))
     with session.clock.phase("gate"):
-        verdict = gate(after, before, session.config.gate, primary=session.suite(state.deployed))
+        anchor = _anchor(session, settings, incumbent)
+        verdict = gate(after, before, session.config.gate, primary=suite, anchor=anchor, costs=costs)
     await _rule(session, candidate, verdict)
     _record_cycle(session, verdict, before, after)
     state.incumbent = None
     return Stage.WATCH
 
 
+def _incumbent(session: Session, candidate: ModelVersion) -> ModelVersion:
+    """The version to beat: what serves now, or what served before a crash between the promotion and the end of the stage."""
+    state, serves = session.state, session.registry.resolve(PRODUCTION)
+    assert serves is not None, "the first cycle introduces a version before it measures"
+    if state.incumbent is None or serves not in (state.incumbent, candidate.version_id):
+        # Somebody moved the alias meanwhile: evidence against a version that serves no longer would promote nothing.
+        state.incumbent = serves
+        session.save_state()
+    return session.registry.get(state.incumbent)
+
+
+def _task_costs(session: Session, version: ModelVersion, suite: str) -> dict[str, float]:
+    """Task id to USD, of those tries that have a price."""
+    row = row_of(session.state, version.version_id, suite)
+    return dict(zip(row["task_ids"], row["task_usd"], strict=True)) if row and row["task_usd"] else {}
+
+
+def _anchor(session: Session, settings: Sequence[Mapping[str, Any]], incumbent: ModelVersion) -> dict[str, EvalReport]:
+    """Reports of the first version that ever served, on the suites it was measured on, lest small losses add up.
+
+    While it is the incumbent itself, it has nothing to add.
+    """
+    first = session.registry.history(PRODUCTION)[0].version_id
+    if first == incumbent.version_id:
+        return {}
+    found = {session.suite(each): _stored(session, first, each) for each in settings}
+    return {suite: report for suite, report in found.items() if report is not None}
+
+
 async def introduce(session: Session, version: ModelVersion) -> None:
     """Serves the first version, which has no incumbent to beat, and measures it."""
-    session.registry.promote(PRODUCTION, version.version_id, bootstrap=True)
     with session.clock.phase("weight_sync"):
-        await session.serving.follow()
+        await session.serving.load(version)
+    session.registry.promote(PRODUCTION, version.version_id, bootstrap=True)
     session.event(f"{version.version_id} serves as the first version, at {session.serving.client.base_url}/v1")
     await report_for(session, version, session.state.deployed, session.serving.client)
 
 
 async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> None:
-    """Moves the alias when the verdict says so; serving follows at once."""
+    """Moves the alias when the verdict says so, as soon as the serving engine has proved that it holds the version."""
     write_json(session.folder.path / "verdicts" / f"{candidate.version_id}.json", dataclasses.asdict(verdict))
+    told = "; ".join(verdict.reasons)
     if not verdict.promote:
-        session.registry.record_verdict(verdict)
-        session.event(f"refused {candidate.version_id}: {'; '.join(verdict.reasons)}")
+        if strict_json(verdict) not in map(strict_json, session.registry.verdicts(candidate.version_id)):
+            session.registry.record_verdict(verdict)
+        session.event(f"refused {candidate.version_id}: {told}")
         return
+    with session.clock.phase("weight_sync"):
+        await session.serving.load(candidate)
     if session.registry.resolve(PRODUCTION) != candidate.version_id:
         session.registry.promote(PRODUCTION, candidate.version_id, verdict)
-    with session.clock.phase("weight_sync"):
-        await session.serving.follow()
-    session.event(f"promoted {candidate.version_id}: {'; '.join(verdict.reasons)}")
+    session.event(f"promoted {candidate.version_id}: {told}")
 
 
 async def report_for(session: Session, version: ModelVersion, settings: Mapping[str, Any], client: EngineClient) -> EvalReport:
     """The report of ``version`` on one suite: from the record, or measured now on the engine that holds the version."""
-    suite = session.suite(settings)
-    path = session.folder.path / "evals" / f"{version.version_id}--{suite.replace('/', '_')}.json"
-    if path.exists():
-        return report_from_json(json.loads(path.read_text(encoding="utf-8")))
-    taskset = session.taskset(settings)
-    tasks = taskset.tasks("gate", session.config.eval.n, seed=session.config.seed)
+    stored = _stored(session, version.version_id, settings)
+    if stored is not None:
+        return stored
+    session.require_holder(client, version)
+    suite, taskset, tasks = session.suite(settings), session.taskset(settings), _gate_tasks(session, settings)
     rollouts: list[Rollout] = []
 
     async def run(task: Task) -> Rollout:
-        rollout = await run_rollout(
+        rollout = await greedy_rollout(
             task,
             taskset,
             client,
             session.renderer,
-            Sampling(temperature=0.0, max_tokens=task.limits.max_tokens_per_turn),
             rollout_id=f"{version.version_id}-{task.task_id}",
             group_id=f"eval-{version.version_id}-{suite}",
-            source="eval",
         )
         rollouts.append(rollout)
         session.console.advance(f"{sum(each.success for each in rollouts) / len(rollouts):.0%}")
         return rollout
 
+    concurrency, fingerprint = session.config.eval.concurrency, taskset.fingerprint
     usd, started = session.spent_usd(), time.monotonic()
     with session.clock.phase("eval"), session.console.stage(f"evaluate {version.version_id} on {suite}", len(tasks)):
-        report = await evaluate(version.version_id, suite, tasks, run, concurrency=session.config.eval.concurrency)
-    session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
-    write_json(path, dataclasses.asdict(report))
+        report = await evaluate(version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency)
     spent = None if usd is None else (session.spent_usd() or 0.0) - usd
-    _record_score(session, report, rollouts, spent, time.monotonic() - started)
+    session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
+    _record_score(session, score_row(report, rollouts, spent, time.monotonic() - started))
+    # Last, for the file is what says that this need not be done again: by then the row is in the state.
+    write_json(_report_path(session, version.version_id, suite), dataclasses.asdict(report))
     return report
 
 
-def _record_score(session: Session, report: EvalReport, rollouts: Sequence[Rollout], usd: float | None, seconds: float) -> None:
-    successes = sum(score >= 1.0 for score in report.scores.values())
-    mean, slices = report.mean or 0.0, report.slice_means()
-    # What an evaluation cost is shared out by tokens: they are what the machine's time goes into.
-    paired = [
-        (
-            report.scores[rollout.task_id],
-            rollout.usage.prompt_tokens - rollout.usage.cached_tokens + rollout.usage.completion_tokens,
-        )
-        for rollout in rollouts
-        if rollout.task_id in report.scores and rollout.outcome.trainable
-    ]
-    tokens = [own for _, own in paired]
-    session.state.scores.append(
-        {
-            "label": f"{report.version_id} on {report.suite}",
-            "suite": report.suite,
-            "version_id": report.version_id,
-            "mean": mean,
-            "ci95": list(wilson_interval(successes, len(report.scores))),
-            "n": len(report.scores),
-            "slices": slices,
-            "usd": usd,
-            "seconds": round(seconds, 1),
-            "usd_per_success": usd / successes if successes and usd is not None else None,
-            "tokens": sum(tokens),
-            "task_scores": [score for score, _ in paired],
-            "task_usd": [usd * own / max(1, sum(tokens)) for own in tokens] if usd is not None else None,
-            "outcomes": dict(report.outcomes),
-        }
-    )
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in slices.items())
-    session.event(f"{report.version_id} on {report.suite}: {mean:.3f} ({parts}; n = {len(report.scores)}, {seconds:.0f} s)")
+def _gate_tasks(session: Session, settings: Mapping[str, Any]) -> tuple[Task, ...]:
+    return session.taskset(settings).tasks("gate", session.config.eval.n, seed=session.config.seed)
+
+
+def _report_path(session: Session, version_id: str, suite: str) -> Path:
+    return session.folder.path / "evals" / f"{version_id}--{suite.replace('/', '_')}.json"
+
+
+def _stored(session: Session, version_id: str, settings: Mapping[str, Any]) -> EvalReport | None:
+    """The report on record, if it measured these tasks with the verifier as it is now."""
+    path = _report_path(session, version_id, session.suite(settings))
+    if not path.exists():
+        return None
+    report = report_from_json(json.loads(path.read_text(encoding="utf-8")))
+    fingerprint = session.taskset(settings).fingerprint
+    return report if report.suite_hash == suite_hash(_gate_tasks(session, settings), fingerprint=fingerprint) else None
+
+
+def _record_score(session: Session, row: Mapping[str, Any]) -> None:
+    keep_row(session.state, row)
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in row["slices"].items())
+    session.event(f"{row['label']}: {row['mean']:.3f} ({parts}; n = {row['n']}, {row['seconds']:.0f} s)")
+    session.save_state()
 
 
 def _record_cycle(
@@ -141,7 +164,7 @@ def _record_cycle(
 ) -> None:
     """The cycle's line in the report: what it gained, on what evidence, for how much."""
     state, suite = session.state, session.suite(session.state.deployed)
-    usd = session.spent_usd()
+    usd, started = session.spent_usd(), state.cycle_started
     others = {name: {"before": before[name].mean, "after": after[name].mean} for name in after if name != suite}
     state.cycles.append(
         {
@@ -160,7 +183,7 @@ def _record_cycle(
             "candidate": verdict.candidate_id,
             "incumbent": verdict.incumbent_id,
             "evidence": dict(verdict.evidence),
-            "usd": None if usd is None else usd - state.cycle_started["usd"],
-            "wall_s": session.wall_s() - state.cycle_started["wall_s"],
+            "usd": None if usd is None or started["usd"] is None else usd - started["usd"],
+            "wall_s": session.wall_s() - (started["wall_s"] or 0.0),
         }
     )

@@ -8,32 +8,24 @@ from typing import Any
 
 from evergrad.inference import EngineClient
 from evergrad.loop._session import Session
-from evergrad.rollouts import run_rollout
-from evergrad.types import Rollout, Sampling
+from evergrad.rollouts import derive_seed, greedy_rollout
+from evergrad.types import Rollout
 
 
 async def play(
-    session: Session,
-    settings: Mapping[str, Any],
-    count: int,
-    client: EngineClient,
-    *,
-    name: str,
-    seed: int,
-    source: str,
+    session: Session, settings: Mapping[str, Any], count: int, client: EngineClient, *, name: str, source: str
 ) -> list[Rollout]:
-    """Runs ``count`` held-out tasks on an engine, and keeps the rollouts under ``name``."""
+    """Runs ``count`` held-out tasks on an engine, and keeps the rollouts under ``name``, which also draws the tasks."""
     taskset = session.taskset(settings)
-    tasks = taskset.tasks("heldout", count, seed=session.config.seed * 1009 + seed)
+    tasks = taskset.tasks("heldout", count, seed=derive_seed(session.config.seed, source, name))
     with session.console.stage(f"{source} tries on {session.suite(settings)}", len(tasks)):
 
         async def one(index: int) -> Rollout:
-            rollout = await run_rollout(
+            rollout = await greedy_rollout(
                 tasks[index],
                 taskset,
                 client,
                 session.renderer,
-                Sampling(temperature=0.0, max_tokens=tasks[index].limits.max_tokens_per_turn),
                 rollout_id=f"{name}-{index}",
                 group_id=name,
                 source=source,

@@ -285,11 +285,9 @@ def _wrapped(label: str, width: int = 18) -> str:
 
 
 def _band(step: Row) -> tuple[float, float] | None:
-    """The interval of a step's reward, which may be given as half its width."""
+    """The interval of a step's reward, of which the row holds half the width."""
     half = step.get("reward_ci95")
-    if isinstance(half, (int, float)):
-        return step["reward"] - half, step["reward"] + half
-    return _pair(half)
+    return None if half is None else (step["reward"] - half, step["reward"] + half)
 
 
 def _pair(value: Any) -> tuple[float, float] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
-from evergrad.ledger import cost_per_million_tokens, cost_per_success, intelligence_per_dollar, marginal_intelligence
+from evergrad.ledger import cost_per_million_tokens, cost_per_success, intelligence_per_dollar
+from evergrad.loop._scores import PER_TASK, speaking_row
 from evergrad.loop._session import Session
 from evergrad.loop.report import write_report
 
@@ -39,35 +41,27 @@ def report(session: Session) -> None:
 
 
 def _prices(session: Session) -> dict[str, Any]:
-    """Running cost of the served version, from its last evaluation; training is in ``cost`` and in the marginal gain.
+    """Running cost of the served version, from its evaluation on what it serves; training is in ``cost``.
 
     Definitions: cost per million tokens and per success count failures in the numerator; intelligence per dollar is mean score
     over mean cost of an attempt, with the interval of a ratio of paired means.
     """
     version = session.serving.version
-    measured = [score for score in session.state.scores if version and score["version_id"] == version.version_id]
-    priced = [score for score in measured if score.get("task_usd") and all(score["task_usd"])]
-    last = priced[-1] if priced else None
-    gained = [cycle for cycle in session.state.cycles if cycle["verdict"] == "promoted"]
-    gain = sum(cycle["score_after"] - cycle["score_before"] for cycle in gained)
-    total = session.ledger.total_usd()
-    found: dict[str, Any] = {"marginal_points_per_1000_usd": marginal_intelligence(gain, total).value if gained else None}
-    if last is None:
+    row = speaking_row(session.state, version, session.suite(session.state.deployed)) if version else None
+    if row is None or not row["task_usd"]:
         return {
             "usd_per_million_tokens": None,
             "usd_per_success": None,
             "intelligence_per_dollar": {"value": None, "ci95": None},
-            **found,
         }
-    worth = intelligence_per_dollar(last["task_scores"], last["task_usd"])
-    usd = session.decimal(sum(last["task_usd"]))
-    successes = sum(score >= 1.0 for score in last["task_scores"])
+    worth = intelligence_per_dollar(row["task_scores"], row["task_usd"])
+    usd = Decimal(repr(sum(row["task_usd"])))
+    successes = sum(score >= 1.0 for score in row["task_scores"])
     return {
-        "usd_per_million_tokens": cost_per_million_tokens(usd, tokens=last["tokens"]),
-        "usd_per_success": cost_per_success(usd, successes=successes, attempts=last["n"]).value,
+        "usd_per_million_tokens": cost_per_million_tokens(usd, tokens=row["tokens"]),
+        "usd_per_success": cost_per_success(usd, successes=successes, attempts=len(row["task_scores"])).value,
         "intelligence_per_dollar": {"value": worth.value, "ci95": worth.ci95},
-        "priced_on": {"version_id": last["version_id"], "suite": last["suite"], "n": last["n"]},
-        **found,
+        "priced_on": {"version_id": row["version_id"], "suite": row["suite"], "n": row["n"]},
     }
 
 
@@ -87,4 +81,4 @@ def _versions(session: Session) -> list[dict[str, Any]]:
 
 def _without_tasks(score: dict[str, Any]) -> dict[str, Any]:
     """A score as people read it; the figures per task stay in the state and in ``evals/``."""
-    return {key: value for key, value in score.items() if key not in ("task_scores", "task_usd")}
+    return {key: value for key, value in score.items() if key not in PER_TASK}

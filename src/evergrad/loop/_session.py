@@ -14,27 +14,25 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from evergrad.envs import Taskset
+from evergrad.evals import t_quantile
 from evergrad.inference import EngineClient, EngineConfig
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage, write_text
+from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._serving import PRODUCTION, Serving
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import Renderer, RolloutWriter, derive_seed, rollout_json
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig
-from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch, Usage
+from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
 
-PROBE_TOKENS = 24
-PROBE_TOLERANCE = 1e-3
-"""Largest difference, in nats, between the engine's and the trainer's log-probabilities after an update."""
 KEEP_CHECKPOINTS = 2
 
 
@@ -47,8 +45,7 @@ class Session:
         folder.write_metrics(self.state.steps)
         self.placement = LocalPlacement(folder.path / "logs")
         self.writer = RolloutWriter(folder.rollouts)
-        self.cores = config.placement.threads or os.cpu_count() or 1
-        self.served_usage = Usage()
+        self.cores = config.placement.threads or len(os.sched_getaffinity(0))
         self._started = time.monotonic()
         self._tasksets: dict[str, Taskset] = {}
         self._tasks: dict[str, Sequence[Task]] = {}
@@ -80,9 +77,11 @@ class Session:
 
     async def __aexit__(self, *exc_info: object) -> None:
         # What happened since the last checkpoint is not saved: it is done again, from weights that match it.
-        self.folder.save_wall_time(self.wall_s())
-        self.writer.close()
-        await self._exit.aclose()
+        try:
+            self.folder.save_wall_time(self.wall_s())
+            self.writer.close()
+        finally:
+            await self._exit.aclose()
 
     # -- where the run stands --------------------------------------------------------------------------------------------
 
@@ -99,22 +98,13 @@ class Session:
         spent = self.clock.spent_usd()
         return None if spent is None else float(spent)
 
-    @staticmethod
-    def decimal(value: float) -> Decimal:
-        return Decimal(repr(value))
-
     def money(self) -> str:
         usd = self.spent_usd()
         return "$ unknown" if usd is None else f"${usd:.4f}"
 
     def out_of_budget(self) -> str | None:
         """Which budget is spent, or ``None``."""
-        budget, usd = self.config.budget, self.spent_usd()
-        if budget.usd is not None and usd is not None and usd >= budget.usd:
-            return f"the budget of ${budget.usd:g} is spent"
-        if budget.minutes is not None and self.wall_s() >= 60 * budget.minutes:
-            return f"the budget of {budget.minutes:g} minutes is spent"
-        return None
+        return self.config.budget.spent(self.spent_usd(), self.wall_s())
 
     def event(self, text: str) -> None:
         """A milestone, on the timeline and on the screen."""
@@ -147,7 +137,8 @@ class Session:
         }
         if "reward_mean" in metrics:
             record["reward"] = metrics["reward_mean"]
-            record["reward_ci95"] = 1.96 * metrics.get("reward_se", math.nan)
+            groups = int(metrics["groups"])
+            record["reward_ci95"] = t_quantile(groups - 1) * metrics["reward_se"] if groups > 1 else math.nan
         state.steps.append(record)
         self.folder.append_metrics(record)
         return record
@@ -221,16 +212,27 @@ class Session:
 
     async def _prove(self, policy_version: int) -> None:
         """The engine scores a probe as the trainer does, or the run stops: wrong weights never make a rollout."""
-        task = self.training_task(self.state.deployed, 0)
-        probe = list(self.renderer.prompt(task.prompt))[-PROBE_TOKENS:]
+        probe = self._probe_tokens()
         ours, theirs = await self.trainer.logprobs(probe), await self.engine.logprobs(probe)
-        worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-        if not worst <= PROBE_TOLERANCE:
-            raise EvergradError(
-                f"after update {policy_version} the engine's log-probabilities differ from the trainer's by {worst:.2g} nats",
-                where="weight transfer",
-                hint="the weights in the engine are not those of the trainer; see logs/ in the run folder",
-            )
+        require_equal(ours, theirs, f"after update {policy_version}")
+
+    def _probe_tokens(self) -> list[int]:
+        task = self.training_task(self.state.deployed, 0)
+        return list(self.renderer.prompt(task.prompt))[-PROBE_TOKENS:]
+
+    def require_holder(self, client: EngineClient, version: ModelVersion) -> None:
+        """
+        Raises:
+            EvergradError: ``client`` is the serving engine and it serves another version than the one to be measured.
+        """
+        if client is self.engine or (self.serving.version and self.serving.version.version_id == version.version_id):
+            return
+        serves = self.serving.version.version_id if self.serving.version else "nothing"
+        raise EvergradError(
+            f"{version.version_id} must be measured, but the serving engine serves {serves}",
+            where=PRODUCTION,
+            hint="run 'evergrad model rollback', then run again",
+        )
 
     async def checkpoint(self) -> None:
         """Saves trainer and state together: the folder first, then the state that names it, then old folders go."""
@@ -250,7 +252,10 @@ class Session:
         return f"{self.config.name}-c{self.state.cycle}-{note}"
 
     async def register(self, note: str, contracts: Mapping[str, str]) -> ModelVersion:
-        """Exports the trainer's weights as a version; entering it again after a crash gives the same one."""
+        """Exports the trainer's weights as a version; entering it again after a crash gives the same one.
+
+        How the trainer scores a probe is kept with it, so that whoever loads the version can prove that it did.
+        """
         version_id = self.version_id(note)
         if version_id in (known.version_id for known in self.registry.list()):
             return self.registry.get(version_id)
@@ -258,6 +263,7 @@ class Session:
         if not (self.folder.path / uri).exists():
             with self.clock.phase("store"):
                 await self.trainer.export(str(self.folder.path / uri))
+        probe = self._probe_tokens()
         parent = self.version_id("sft") if note != "sft" else self.registry.resolve(PRODUCTION)
         version = ModelVersion(
             version_id=version_id,
@@ -267,7 +273,13 @@ class Session:
             base_model=self.config.model,
             recipe_hash=hashlib.sha256(self.recipe.model_dump_json().encode()).hexdigest()[:16],
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            metadata={"contracts": dict(contracts), "cycle": self.state.cycle, "trigger": self.state.trigger},
+            metadata={
+                "contracts": dict(contracts),
+                "suite": self.suite(self.state.deployed),
+                "cycle": self.state.cycle,
+                "trigger": self.state.trigger,
+                "probe": {"token_ids": probe, "logprobs": await self.trainer.logprobs(probe)},
+            },
         )
         return self.registry.register(version)
 
@@ -280,7 +292,7 @@ class Session:
         config, threads = self.config, self.cores
         if config.placement.mode == "disaggregated":
             threads = max(1, self.cores // 2)
-        trainer_config = TrainerConfig(model=str(model), threads=threads, seed=config.seed, **dict(config.trainer))
+        trainer_config = TrainerConfig(model=str(model), threads=threads, seed=config.seed, **config.trainer.model_dump())
         engine_config = EngineConfig(model=str(model), threads=threads, seed=config.seed)
         trainer, engine = await asyncio.gather(
             self.placement.start("trainer", "evergrad.training", trainer_config),

@@ -5,11 +5,15 @@ Consumes live rollouts; waits for ``watch.requests`` of them per check; a trigge
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from scipy.stats import binomtest
 
 from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._playing import play
-from evergrad.loop._serving import judge_traffic
+from evergrad.loop._scores import keep_row, live_row, speaking_row
 from evergrad.loop._session import Session
 from evergrad.types import Rollout
 
@@ -17,10 +21,11 @@ from evergrad.types import Rollout
 async def watch(session: Session) -> Stage:
     """Checks traffic until something triggers a cycle, or nothing more can happen in this run."""
     state, config = session.state, session.config
+    await session.serving.follow()
     while config.watch.requests:
         rollouts = await serve_traffic(session, state.deployed, config.watch.requests, check=state.watch_checks)
-        state.watch_checks += 1
         trigger = _judge(session, rollouts)
+        state.watch_checks += 1
         if trigger:
             return _next_cycle(session, trigger)
         if not _apply_change(session):
@@ -29,39 +34,64 @@ async def watch(session: Session) -> Stage:
     return _next_cycle(session, "schedule")
 
 
-async def serve_traffic(session: Session, settings: dict[str, Any], requests: int, *, check: int) -> list[Rollout]:
+async def serve_traffic(session: Session, settings: Mapping[str, Any], requests: int, *, check: int) -> list[Rollout]:
     """Plays ``requests`` customers against the serving endpoint; every one becomes a live rollout on record."""
     name = f"live-{session.state.cycle:03d}-{check:03d}"
     with session.clock.phase("serve"):
-        return await play(session, settings, requests, session.serving.client, name=name, seed=check, source="live")
+        return await play(session, settings, requests, session.serving.client, name=name, source="live")
 
 
-def _judge(session: Session, rollouts: list[Rollout]) -> str | None:
-    version = session.serving.version
+@dataclass(frozen=True)
+class WatchReport:
+    """One look at live traffic."""
+
+    requests: int
+    successes: int
+    expected: float | None
+    """Success rate on the gate split; ``None`` for a version that was never measured."""
+    p_value: float
+    """Chance of so few successes at the expected rate (exact, one-sided)."""
+    contract_changed: bool
+
+    def trigger(self, alpha: float) -> str | None:
+        """Why the next cycle should start, or ``None``."""
+        reasons = []
+        if self.contract_changed:
+            reasons.append("the tool contract changed")
+        if self.expected is not None and self.p_value < alpha:
+            promoted = f"promoted at {self.expected:.2f}, p = {self.p_value:.1e}"
+            reasons.append(f"live success fell to {self.successes}/{self.requests} ({promoted})")
+        return "; ".join(reasons) or None
+
+
+def judge_traffic(rollouts: Sequence[Rollout], expected: float | None, n_gate: int, contract_changed: bool) -> WatchReport:
+    """Compares live outcomes with the success rate that ``n_gate`` tasks of the gate gave.
+
+    Faults of tools or verifier say nothing of the policy: left out.
+    """
+    judged = [rollout for rollout in rollouts if rollout.outcome.trainable]
+    successes = sum(rollout.success for rollout in judged)
+    if expected is None or not judged:
+        return WatchReport(len(judged), successes, expected, 1.0, contract_changed)
+    # A perfect score on n tasks does not mean that failure is impossible: the rule of three bounds it.
+    rate = min(expected, 1 - 3 / max(n_gate, 4))
+    p_value = float(binomtest(successes, len(judged), rate, alternative="less").pvalue)
+    return WatchReport(len(judged), successes, expected, p_value, contract_changed)
+
+
+def _judge(session: Session, rollouts: Sequence[Rollout]) -> str | None:
+    state, version = session.state, session.serving.version
     assert version is not None
-    trained_on = version.metadata["contracts"].values()
-    changed = session.taskset(session.state.deployed).contract_hash not in trained_on
-    report = judge_traffic(rollouts, _promoted_score(session, version.version_id), changed)
-    share = report.successes / report.requests if report.requests else 0.0
-    session.event(
-        f"live traffic on {session.suite(session.state.deployed)}: {report.successes}/{report.requests} succeed ({share:.0%})"
-    )
-    session.state.scores.append(
-        {
-            "label": f"live, cycle {session.state.cycle}",
-            "suite": session.suite(session.state.deployed),
-            "version_id": version.version_id,
-            "mean": share,
-            "n": report.requests,
-        }
-    )
+    suite = session.suite(state.deployed)
+    changed = session.taskset(state.deployed).contract_hash not in version.metadata["contracts"].values()
+    measured = speaking_row(state, version, suite)
+    expected, n_gate = (measured["success_rate"], measured["n"]) if measured else (None, 0)
+    report = judge_traffic(rollouts, expected, n_gate, changed)
+    share = f" ({report.successes / report.requests:.0%})" if report.requests else ""
+    unmeasured = "" if measured else f"; {version.version_id} was never measured, so nothing to compare with"
+    session.event(f"live traffic on {suite}: {report.successes}/{report.requests} succeed{share}{unmeasured}")
+    keep_row(state, live_row(state.cycle, state.watch_checks, suite, version.version_id, rollouts))
     return report.trigger(session.config.watch.alpha)
-
-
-def _promoted_score(session: Session, version_id: str) -> float:
-    """The mean that the served version had on the gate split, on the contract it was last trained for."""
-    measured = [score["mean"] for score in session.state.scores if score["version_id"] == version_id and "ci95" in score]
-    return float(measured[-1]) if measured else 0.0
 
 
 def _apply_change(session: Session) -> bool:

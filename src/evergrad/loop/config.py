@@ -6,6 +6,7 @@ Rooms keep the settings they need next to their own code; here they are put toge
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.rollouts import ESTIMATORS
-from evergrad.training import LoraConfig, LossConfig, OptimizerConfig
+from evergrad.training import LoraConfig, LossConfig
 
 
 class EnvironmentConfig(Config):
@@ -33,6 +34,16 @@ class BudgetConfig(Config):
     """US dollars over the whole run, resumed parts included."""
     minutes: float | None = Field(None, gt=0)
     """Wall minutes over the whole run, resumed parts included."""
+
+    def spent(self, usd: float | None, wall_s: float) -> str | None:
+        """Which budget of money or time is spent, or cannot be kept any more; ``None`` while there is some of both."""
+        if self.usd is not None and usd is None:
+            return f"the budget of ${self.usd:g} cannot be kept: something that the run used has no price"
+        if self.usd is not None and usd is not None and usd >= self.usd:
+            return f"the budget of ${self.usd:g} is spent"
+        if self.minutes is not None and wall_s >= 60 * self.minutes:
+            return f"the budget of {self.minutes:g} minutes is spent"
+        return None
 
 
 class WarmStartConfig(Config):
@@ -86,8 +97,12 @@ class RLConfig(Config):
     def _sound(self) -> RLConfig:
         if self.advantage not in ESTIMATORS:
             raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
-        if self.advantage == "group_mean" and self.group_size < 2:
-            raise ValueError("advantage 'group_mean' needs group_size >= 2: one rollout is its own mean; raise group_size")
+        if self.advantage == "constant":
+            raise ValueError("advantage 'constant' ignores the reward, so RL would learn nothing; set advantage = 'group_mean'")
+        if self.group_size < 2:
+            raise ValueError(
+                f"advantage '{self.advantage}' needs group_size >= 2: one rollout is its own mean; raise group_size"
+            )
         if self.max_off_policy_steps > 0 and self.loss.name != "policy_gradient":
             raise ValueError(
                 f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient' "
@@ -117,7 +132,11 @@ class WatchConfig(Config):
     requests: int = Field(24, ge=0)
     """Live requests per check; 0 turns watching off."""
     alpha: float = Field(0.01, gt=0, lt=1)
-    """A check alarms when so many failures would be rarer than this at the promoted score (exact binomial test)."""
+    """A check alarms when so many failures would be rarer than this (exact binomial test).
+
+    They are compared with the success rate of the served version on the gate's n tasks, taken as at most 1 − 3/n: that no
+    task failed does not mean that none can.
+    """
 
 
 class ContractChange(Config):
@@ -134,12 +153,29 @@ class TrafficConfig(Config):
     changes: list[ContractChange] = Field(default_factory=list)
 
 
+class OptimizerSettings(Config):
+    """AdamW. Its learning rate belongs to the stages: ``warm_start.lr`` and ``rl.lr``."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_rate(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "lr" in data:
+            raise ValueError("each stage has its own learning rate: set learn.warm_start.lr and learn.rl.lr")
+        return data
+
+
 class TrainerSettings(Config):
     """Settings of the trainer that do not change during a run."""
 
     method: Literal["lora", "full"] = "lora"
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     micro_batch_tokens: int = Field(1024, ge=16)
 
 
@@ -183,6 +219,12 @@ class RunConfig(Config):
             raise ValueError(
                 "placement.mode = 'disaggregated' overlaps rollouts with training, so rl.max_off_policy_steps must be >= 1"
             )
+        if self.eval.n < self.gate.min_n:
+            raise ValueError(
+                f"eval.n = {self.eval.n} tasks never make the {self.gate.min_n} pairs of gate.min_n: raise it, or lower that"
+            )
+        if self.traffic.changes and not self.watch.requests:
+            raise ValueError("traffic.changes happen while traffic is watched: set watch.requests >= 1, or remove the changes")
         return self
 
     def recipe(self, cycle: int) -> RecipeConfig:

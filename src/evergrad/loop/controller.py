@@ -25,6 +25,7 @@ from typing import Any
 
 from evergrad.config import load_config
 from evergrad.envs import Taskset
+from evergrad.ledger import CPU_RESOURCE, Ledger, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
@@ -36,7 +37,7 @@ from evergrad.loop.config import RunConfig
 from evergrad.loop.placement import WorkerDied
 from evergrad.loop.report import read_report
 from evergrad.registry import base_model
-from evergrad.types import EvergradError
+from evergrad.types import EvergradError, InputError
 
 
 def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Path | None = None) -> Path:
@@ -50,10 +51,11 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     _check_inputs(config, console)
     folder = RunFolder(run_dir or Path("runs") / config.name, config)
     try:
-        if _may_go_on(config, folder):
+        finished = _finished(config, folder)
+        if finished is None:
             asyncio.run(_run(config, folder, console))
         else:
-            console.note(f"{folder.path} is finished; to go on raise budget.cycles, to start anew choose another --run-dir")
+            console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir")
         console.summary(read_report(folder.path))
     except OSError as error:
         raise EvergradError(
@@ -66,21 +68,36 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     return folder.path
 
 
-def _may_go_on(config: RunConfig, folder: RunFolder) -> bool:
-    """Whether anything is left to do; a larger budget opens a finished run again."""
+def _finished(config: RunConfig, folder: RunFolder) -> str | None:
+    """Why nothing is left to do, or ``None``; a larger budget opens a finished run again."""
     state = folder.load_state(LoopState())
     if state.stage is not Stage.DONE:
-        return True
+        return None
     if state.cycle >= config.budget.cycles:
-        return False
+        return "all cycles are done, and budget.cycles opens it again"
+    with Ledger(folder.path / "ledger.sqlite", _price_book(config)) as ledger:
+        usd = ledger.total_usd()
+    spent = config.budget.spent(None if usd is None else float(usd), state.wall_s)
+    if spent is not None:
+        return f"{spent}, and a larger one opens it again"
     begin_next_cycle(state, "schedule")
     state.stage, state.step = Stage.WARM_START, 0
     folder.save_state(state)
-    return True
+    return None
+
+
+def _price_book(config: RunConfig) -> PriceBook:
+    return PriceBook.load(Path(config.price_book) if config.price_book else None)
 
 
 def _check_inputs(config: RunConfig, console: LoopConsole) -> None:
-    """Fails here, before anything is started or written: the model, and the environment under each setting to come."""
+    """Fails here, before anything is started or written: prices, the environment under each setting to come, the model."""
+    if config.budget.usd is not None and _price_book(config).unit_price(CPU_RESOURCE) is None:
+        raise InputError(
+            f"budget.usd = {config.budget.usd:g} cannot be kept: the price book has no price for '{CPU_RESOURCE}'",
+            where=config.price_book,
+            hint=f"add [prices.{CPU_RESOURCE}] to it, or limit the run by budget.minutes",
+        )
     settings = dict(config.environment.settings)
     for recipe in (config.learn, config.adapt or config.learn):
         Taskset(config.environment.name, {**settings, **recipe.warm_start.settings})
@@ -138,5 +155,5 @@ def _begin_cycle(session: Session, state: LoopState) -> None:
     if state.cycle_started.get("cycle") == state.cycle:
         return
     usd = session.spent_usd()
-    state.cycle_started = {"cycle": state.cycle, "usd": usd or 0.0, "wall_s": session.wall_s()}
+    state.cycle_started = {"cycle": state.cycle, "usd": usd, "wall_s": session.wall_s()}
     session.event(f"cycle {state.cycle} begins: {state.trigger}")

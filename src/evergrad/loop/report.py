@@ -8,20 +8,20 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     The run's seed; how long it has taken, waiting included.
 ``cycles[]``
     ``trigger``, ``suite``, ``score_before``, ``score_after``, ``ci95`` (of the paired difference), ``n`` (pairs), ``verdict``
-    (one word with ``reasons`` beside it, or a whole ``{promote, reasons, evidence}``), ``usd`` (of this cycle),
-    ``other_suites`` (name → ``{before, after}``: what must not be forgotten).
+    (``promoted`` or ``refused``), ``reasons``, ``usd`` (of this cycle), ``other_suites`` (name → ``{before, after}``: what must
+    not be forgotten), ``candidate``, ``incumbent``, ``evidence``.
 ``cost``
-    ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``entries`` (their number).
+    ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
-    As the ledger defines them.
+    As the ledger defines them, for the version that serves, from its evaluation that ``priced_on`` names.
 ``steps[]``
-    ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width, or a pair), ``usd`` and ``wall_s`` (both since the run
+    ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width), ``usd`` and ``wall_s`` (both since the run
     began), and further figures.
 ``timeline[]``
     ``at_s``, ``event``, ``usd`` (since the run began).
 ``scores[]``
-    ``label`` (the event after which it was measured), ``suite``, ``version_id``, ``mean``, ``ci95``, ``n``, ``slices``
-    (name → mean), ``usd_per_success``.
+    ``label`` (the event after which it was measured), ``suite``, ``version_id``, ``mean``, ``ci95`` (of the mean),
+    ``success_rate``, ``n``, ``slices`` (name → mean), ``usd_per_success``.
 ``versions[]``, optional
     ``version_id``, ``parent_id``, ``policy_version``, ``created_at``, ``aliases``.
 """
@@ -42,7 +42,21 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.loop import _report_plots as plots
+from evergrad.loop._figures import clock, count, percent, usd
 from evergrad.types import EvergradError
+
+__all__ = [
+    "clock",
+    "compare",
+    "count",
+    "headline",
+    "percent",
+    "read_report",
+    "render_html",
+    "to_plain",
+    "usd",
+    "write_report",
+]
 
 Data = Mapping[str, Any]
 
@@ -118,57 +132,6 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-# ── Numbers as people read them ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def usd(amount: float | None) -> str:
-    """Dollars with two significant digits at least; unknown is a dash, never zero.
-
-    >>> usd(12.345), usd(0.01234), usd(0.0000456), usd(None)
-    ('$12.35', '$0.0123', '$0.000046', '–')
-    """
-    if amount is None:
-        return "–"
-    size = abs(amount)
-    if size == 0 or size >= 1:
-        digits = 2
-    elif size >= 0.001:
-        digits = 4
-    else:
-        digits = min(1 - math.floor(math.log10(size)), 12)
-    return f"{'-' if amount < 0 else ''}${size:,.{digits}f}"
-
-
-def percent(share: float | None, *, signed: bool = False) -> str:
-    """
-    >>> percent(0.9583), percent(-0.28, signed=True), percent(None)
-    ('95.8%', '-28.0%', '–')
-    """
-    return "–" if share is None else f"{100 * share:{'+' if signed else ''}.1f}%"
-
-
-def clock(seconds: float | None) -> str:
-    """
-    >>> clock(7.4), clock(432), clock(7265)
-    ('0:07', '7:12', '2:01:05')
-    """
-    if seconds is None:
-        return "–"
-    whole = int(seconds)
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
-def count(number: float | None) -> str:
-    """
-    >>> count(1234.5678), count(0.04321), count(None)
-    ('1,235', '0.0432', '–')
-    """
-    if number is None:
-        return "–"
-    return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
 
 
 def _interval(pair: Any, show: Callable[..., str], **options: Any) -> str:
@@ -369,11 +332,8 @@ def _section(title: str, content: str, note: str) -> str:
 
 
 def _verdict(cycle: Data) -> tuple[str, list[str]]:
-    verdict, reasons = cycle.get("verdict"), cycle.get("reasons")
-    if isinstance(verdict, Mapping):
-        reasons = verdict.get("reasons")
-        verdict = "promoted" if verdict.get("promote") else "refused"
-    return ("–" if verdict is None else str(verdict)), [str(reason) for reason in reasons or []]
+    verdict = cycle.get("verdict")
+    return ("–" if verdict is None else str(verdict)), [str(reason) for reason in cycle.get("reasons") or []]
 
 
 def _difference(after: float | None, before: float | None) -> float | None:

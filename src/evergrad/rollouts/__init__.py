@@ -6,7 +6,16 @@ Knows no engine: it is handed a ``Generate``. The walk: ``run_group`` (``run_rol
 
 from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, NothingToLearn, Ticket, keep_filled
 from evergrad.rollouts._renderer import Renderer, RendererError, extends
-from evergrad.rollouts._run import Generate, Sessions, check_training_sampling, derive_seed, run_group, run_groups, run_rollout
+from evergrad.rollouts._run import (
+    Generate,
+    Sessions,
+    check_training_sampling,
+    derive_seed,
+    greedy_rollout,
+    run_group,
+    run_groups,
+    run_rollout,
+)
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
 from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
@@ -34,6 +43,7 @@ __all__ = [
     "derive_seed",
     "estimate",
     "extends",
+    "greedy_rollout",
     "keep_filled",
     "read_rollouts",
     "rollout_json",

@@ -160,6 +160,23 @@ async def run_rollout(
     )
 
 
+async def greedy_rollout(
+    task: Task,
+    taskset: Taskset,
+    generate: Generate,
+    renderer: Renderer,
+    *,
+    rollout_id: str,
+    group_id: str,
+    source: str = "eval",
+) -> Rollout:
+    """One try with the likeliest token each time, within the task's own limits: how versions are measured and served."""
+    sampling = Sampling(temperature=0.0, max_tokens=task.limits.max_tokens_per_turn)
+    return await run_rollout(
+        task, taskset, generate, renderer, sampling, rollout_id=rollout_id, group_id=group_id, source=source
+    )
+
+
 def _open(taskset: Taskset, task: Task) -> Episode:
     try:
         return Episode(taskset.open(task))

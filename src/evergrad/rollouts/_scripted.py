@@ -43,7 +43,9 @@ async def demonstrate(tasks: Iterable[Task], taskset: Taskset, renderer: Rendere
         texts = taskset.open(task).demonstrate()
         if not texts:
             raise EvergradError(
-                "nobody can demonstrate this task", where=task.task_id, hint="define demonstrate() in the environment"
+                "nobody can demonstrate this task",
+                where=task.task_id,
+                hint="define demonstrate() in the environment, or set warm_start.demonstrations = 0",
             )
         rollout = await run_rollout(
             task,

@@ -65,6 +65,12 @@ class RolloutWriter:
         if file is not None:
             file.close()
 
+    def discard(self) -> None:
+        """Removes partial files: rollouts that came too late for a batch of the phase that has ended."""
+        self.close()
+        for partial in self.folder.glob(f"step-*{PARTIAL}"):
+            partial.unlink(missing_ok=True)
+
     def _begin(self, step: int) -> None:
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -12,15 +12,15 @@ from rich.progress import track
 
 from evergrad.config import nearest, parse_overrides
 from evergrad.envs import SPLITS, Taskset
-from evergrad.evals import evaluate, wilson_interval
+from evergrad.evals import evaluate, mean_interval
 from evergrad.loop.report import percent
 from evergrad.registry import base_model
-from evergrad.rollouts import Renderer, run_rollout
+from evergrad.rollouts import Renderer, greedy_rollout
 from evergrad.service._engines import RunningEngine, engine_on
 from evergrad.service._models import open_registry
 from evergrad.service._runs import run_config
 from evergrad.service._screen import console, print_json, table
-from evergrad.types import EvalReport, InputError, ModelVersion, Rollout, Sampling, Task
+from evergrad.types import EvalReport, InputError, ModelVersion, Rollout, Task
 
 
 def evaluate_version(
@@ -39,7 +39,7 @@ def evaluate_version(
     taskset = Taskset(environment["name"], {**environment.get("settings", {}), **parse_overrides(overrides)})
     report = asyncio.run(_measure(run, version, taskset, taskset.tasks(split, tasks, seed), split))
     if as_json:
-        print_json({**dataclasses.asdict(report), "mean": report.mean, "ci95": _interval(list(report.scores.values()))})
+        print_json({**dataclasses.asdict(report), "mean": report.mean, "ci95": mean_interval(list(report.scores.values()))})
     else:
         _print_report(report)
 
@@ -50,16 +50,16 @@ async def _measure(run: Path, version: ModelVersion, taskset: Taskset, tasks: Se
     renderer = Renderer(AutoTokenizer.from_pretrained(base_model(version.base_model)))
     suite = f"{taskset.name}@{taskset.config.contract}/{split}"
     async with engine_on(run, version, [version.version_id]) as engine:
-        return await evaluate(version.version_id, suite, tasks, _player(engine, taskset, renderer, len(tasks)))
+        play = _player(engine, taskset, renderer, len(tasks))
+        return await evaluate(version.version_id, suite, tasks, play, fingerprint=taskset.fingerprint)
 
 
 def _player(engine: RunningEngine, taskset: Taskset, renderer: Renderer, total: int) -> Any:
     ticks = iter(track(range(total), description="evaluating", console=console(stderr=True), transient=True))
 
     async def play(task: Task) -> Rollout:
-        sampling = Sampling(temperature=0.0, max_tokens=task.limits.max_tokens_per_turn)
-        rollout = await run_rollout(
-            task, taskset, engine.client, renderer, sampling, rollout_id=task.task_id, group_id="eval", source="eval"
+        rollout = await greedy_rollout(
+            task, taskset, engine.client, renderer, rollout_id=task.task_id, group_id="eval", source="eval"
         )
         next(ticks, None)
         return rollout
@@ -83,16 +83,9 @@ def _print_report(report: EvalReport) -> None:
 
 def _row(name: str, scores: Sequence[float]) -> tuple[str, str, str, str]:
     mean = sum(scores) / len(scores) if scores else None
-    interval = _interval(scores)
+    interval = mean_interval(scores)
     shown = f"{percent(interval[0])} to {percent(interval[1])}" if interval else "–"
     return name, str(len(scores)), percent(mean), shown
-
-
-def _interval(scores: Sequence[float]) -> tuple[float, float] | None:
-    """95% interval of a share of successes (Wilson); ``None`` for graded scores and for none."""
-    if not scores or any(score not in (0.0, 1.0) for score in scores):
-        return None
-    return wilson_interval(sum(map(int, scores)), len(scores))
 
 
 def _counts(outcomes: Mapping[str, int]) -> str:

@@ -1,0 +1,85 @@
+"""Rows of scores: what each version scored on each suite, and which of its rows speaks for it now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evergrad.evals import mean_interval
+from evergrad.loop._folder import LoopState
+from evergrad.types import EvalReport, ModelVersion, Rollout
+
+PER_TASK = ("task_ids", "task_scores", "task_usd")
+"""Keys that stay in the state: too long for people, needed for prices."""
+
+
+def score_row(report: EvalReport, rollouts: Sequence[Rollout], usd: float | None, seconds: float) -> dict[str, Any]:
+    """One evaluation as a row. ``usd`` is shared out by tokens: they are what the machine's time goes into."""
+    scores = list(report.scores.values())
+    successes = sum(score >= 1.0 for score in scores)
+    tokens = {
+        each.task_id: each.usage.prompt_tokens - each.usage.cached_tokens + each.usage.completion_tokens
+        for each in rollouts
+        if each.task_id in report.scores and each.outcome.trainable
+    }
+    total = sum(tokens.values())
+    return {
+        "label": f"{report.version_id} on {report.suite}",
+        "suite": report.suite,
+        "suite_hash": report.suite_hash,
+        "version_id": report.version_id,
+        "mean": report.mean,
+        "ci95": mean_interval(scores),
+        "success_rate": successes / len(scores),
+        "n": len(scores),
+        "slices": report.slice_means(),
+        "usd": usd,
+        "seconds": round(seconds, 1),
+        "usd_per_success": usd / successes if successes and usd is not None else None,
+        "tokens": total,
+        "task_ids": list(tokens),
+        "task_scores": [report.scores[task_id] for task_id in tokens],
+        "task_usd": [usd * own / max(1, total) for own in tokens.values()] if usd is not None else None,
+        "outcomes": dict(report.outcomes),
+    }
+
+
+def live_row(cycle: int, check: int, suite: str, version_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Live traffic as a row; it has no ``suite_hash``, for no two checks see the same tasks."""
+    rewards = [float(each.reward or 0.0) for each in rollouts if each.outcome.trainable]
+    n = len(rewards)
+    return {
+        "label": f"live, cycle {cycle}" + (f", check {check + 1}" if check else ""),
+        "suite": suite,
+        "version_id": version_id,
+        "mean": math.fsum(rewards) / n if n else None,
+        "ci95": mean_interval(rewards),
+        "success_rate": sum(reward >= 1.0 for reward in rewards) / n if n else None,
+        "n": n,
+    }
+
+
+def keep_row(state: LoopState, row: Mapping[str, Any]) -> None:
+    """Puts a row into the state, in the place of an earlier one that it repeats."""
+    same = [index for index, other in enumerate(state.scores) if other["label"] == row["label"]]
+    if same:
+        state.scores[same[-1]] = dict(row)
+    else:
+        state.scores.append(dict(row))
+
+
+def row_of(state: LoopState, version_id: str, suite: str) -> dict[str, Any] | None:
+    """The evaluation of a version on a suite; live traffic is none."""
+    rows = [row for row in state.scores if row["version_id"] == version_id and row["suite"] == suite and "suite_hash" in row]
+    return rows[-1] if rows else None
+
+
+def speaking_row(state: LoopState, version: ModelVersion, deployed: str) -> dict[str, Any] | None:
+    """What ``version`` is worth in service: its row on the deployed suite, else on the suite that it was made for.
+
+    Rows on earlier contracts are measured after it, as guards; they say nothing of the traffic that it serves.
+    """
+    return row_of(state, version.version_id, deployed) or row_of(
+        state, version.version_id, str(version.metadata.get("suite", ""))
+    )

@@ -1,0 +1,210 @@
+"""A run of two cycles: learn, promote, a changed contract, a fall, learn again; also killed late in it, and asynchronous."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from evergrad.registry import Registry
+from tests.loop.conftest import LETTERS, TINY_RUN, Start, half_written, workers
+
+PATIENCE_S = 300.0
+"""Of a wait inside a test; only a hang takes so long."""
+
+TWO_CYCLES = f"""
+name = "t"
+model = "tiny"
+seed = 5
+
+[environment]
+name = "{LETTERS}"
+settings = {{ contract = "v1" }}
+
+[budget]
+cycles = 2
+
+[placement]
+threads = 1
+
+[learn.warm_start]
+demonstrations = 96
+batch_size = 8
+settings = {{ difficulty = "easy" }}
+lr = 1e-2
+
+[learn.rl]
+steps = 12
+groups_per_step = 4
+group_size = 8
+lr = 1e-3
+stop_at_reward = 0.97
+
+[adapt.warm_start]
+demonstrations = 160
+replay = 160
+batch_size = 8
+lr = 3e-3
+
+[adapt.rl]
+steps = 3
+groups_per_step = 4
+group_size = 8
+lr = 2e-4
+
+[trainer]
+method = "full"
+
+[eval]
+n = 48
+
+[gate]
+min_n = 48
+guard_margin = 0.2
+max_cost_increase = 9999
+
+[watch]
+requests = 16
+
+[[traffic.changes]]
+after_cycle = 1
+settings = {{ contract = "v2" }}
+"""
+
+
+@pytest.fixture
+def two_cycles(tmp_path: Path) -> Path:
+    path = tmp_path / "two.toml"
+    path.write_text(TWO_CYCLES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that nobody disturbs, filled by the first test that needs it."""
+    return tmp_path_factory.mktemp("alone") / "run"
+
+
+@pytest.fixture
+def undisturbed(alone: Path, two_cycles: Path, start: Start) -> Path:
+    if not alone.exists():
+        finish(start("run", str(two_cycles), "--run-dir", str(alone)))
+    return alone
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    return output
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def test_two_cycles_learn_fall_and_forget_nothing(undisturbed: Path) -> None:
+    report = read(undisturbed / "report.json")
+    first, second = report["cycles"]
+    assert (first["trigger"], first["suite"], first["other_suites"]) == ("first start", "letters@v1", {})
+    assert "the tool contract changed" in second["trigger"]
+    assert "live success fell to" in second["trigger"]
+    assert [cycle["verdict"] for cycle in report["cycles"]] == ["promoted", "promoted"], report["cycles"]
+    assert (second["suite"], second["incumbent"]) == ("letters@v2", "t-c1-rl")
+    assert second["score_after"] > second["score_before"]
+    assert second["evidence"]["costs"]["limit"] == 10000
+    # The old contract is guarded against the version that serves and against the first that ever did.
+    guards = {(guard["suite"], guard["against"], guard["version_id"]) for guard in second["evidence"]["guards"]}
+    assert guards == {("letters@v1", "incumbent", "t-c1-rl"), ("letters@v1", "anchor", "t-c1-sft")}
+    kept = second["other_suites"]["letters@v1"]
+    assert kept["after"] > kept["before"] - 0.2
+    assert report["priced_on"] == {"version_id": "t-c2-rl", "suite": "letters@v2", "n": 48}
+    assert report["usd_per_success"] > 0
+    measured = [(score["version_id"], score["suite"]) for score in report["scores"] if score["n"] == 48]
+    assert measured == [
+        ("t-c1-sft", "letters@v1"),
+        ("t-c1-rl", "letters@v1"),
+        ("t-c1-rl", "letters@v2"),
+        ("t-c2-rl", "letters@v2"),
+        ("t-c2-rl", "letters@v1"),
+    ]
+    live = [score["label"] for score in report["scores"] if score["label"].startswith("live")]
+    assert live == ["live, cycle 1", "live, cycle 1, check 2", "live, cycle 2"]
+    assert report["wall_s"] > sum(step["seconds"] for step in report["steps"])
+    assert all("task_usd" not in score for score in report["scores"])
+
+
+MOMENTS: dict[str, Callable[[Path, dict[str, Any]], bool]] = {
+    "measure": lambda run, state: state["cycle"] == 2 and (run / "evals" / "t-c1-rl--letters@v2.json").exists(),
+    "watch": lambda run, state: state["cycle"] == 1 and state["stage"] == "watch",
+}
+
+
+def kill(process: subprocess.Popen[str], victim: str) -> None:
+    children = workers(process.pid)
+    if victim == "controller":
+        process.kill()
+        process.wait()
+        psutil.wait_procs(children, timeout=15)
+        return
+    kind = "evergrad.training" if victim == "trainer" else "evergrad.inference"
+    engines = sorted((child for child in children if kind in child.cmdline()), key=lambda child: child.create_time())
+    # The serving engine starts at the first promotion, after the one that rollouts use.
+    os.kill(engines[-1 if victim == "serving" else 0].pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("victim", ["controller", "trainer", "engine", "serving"])
+def test_killed_late_and_resumed_equals_left_alone(
+    undisturbed: Path, two_cycles: Path, start: Start, victim: str, moment: str
+) -> None:
+    run = two_cycles.parent / "killed"
+    process = start("run", str(two_cycles), "--run-dir", str(run))
+    deadline = time.monotonic() + PATIENCE_S
+    while not ((run / "state.json").exists() and MOMENTS[moment](run, read(run / "state.json"))):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"the run never came to {moment}"
+        time.sleep(0.002)
+    kill(process, victim)
+    finish(start("run", str(two_cycles), "--run-dir", str(run)) if victim == "controller" else process)
+    assert result_of(run) == result_of(undisturbed)
+    assert half_written(run) == []
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    """All that a run found out, without what it took."""
+    report = read(run / "report.json")
+    with Registry(run / "registry.sqlite") as registry:
+        moves = [(event.action, event.version_id) for event in registry.history("production")]
+    told = ("trigger", "score_before", "score_after", "other_suites", "verdict")
+    weights = load_file(run / "versions" / "t-c2-rl" / "model.safetensors")
+    return {
+        "cycles": [[cycle[key] for key in told] for cycle in report["cycles"]],
+        "scores": [(score["label"], score["mean"], score["ci95"], score["n"]) for score in report["scores"]],
+        "moves": moves,
+        "weights": {name: tensor.numpy().tobytes() for name, tensor in sorted(weights.items())},
+    }
+
+
+def test_an_asynchronous_run_overlaps_and_ends(tmp_path: Path, start: Start) -> None:
+    config = TINY_RUN.replace("threads = 1", 'threads = 1\nmode = "disaggregated"')
+    config = config.replace("group_size = 4", "group_size = 4\nmax_off_policy_steps = 1")
+    (tmp_path / "async.toml").write_text(config)
+    run = tmp_path / "run"
+    finish(start("run", str(tmp_path / "async.toml"), "--run-dir", str(run)))
+    report = read(run / "report.json")
+    assert [step["step"] for step in report["steps"]] == [1, 2, 3]
+    staleness = [step["staleness_mean"] for step in report["steps"]]
+    assert staleness[0] == 0
+    assert 0 < max(staleness) <= 1, "nothing overlapped, or the bound does not hold"
+    assert report["cycles"][0]["verdict"] in ("promoted", "refused")
+    assert half_written(run) == []
