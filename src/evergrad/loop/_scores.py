@@ -15,15 +15,12 @@ PER_TASK = ("task_ids", "task_scores", "task_usd")
 
 
 def score_row(report: EvalReport, rollouts: Sequence[Rollout], usd: float | None, seconds: float) -> dict[str, Any]:
-    """One evaluation as a row. ``usd`` is shared out by tokens: they are what the machine's time goes into."""
+    """One evaluation as a row. ``tokens`` were delivered; ``usd`` is shared out by those computed, which took the time."""
     scores = list(report.scores.values())
     successes = sum(score >= 1.0 for score in scores)
-    tokens = {
-        each.task_id: each.usage.prompt_tokens - each.usage.cached_tokens + each.usage.completion_tokens
-        for each in rollouts
-        if each.task_id in report.scores and each.outcome.trainable
-    }
-    total = sum(tokens.values())
+    judged = {each.task_id: each.usage for each in rollouts if each.task_id in report.scores and each.outcome.trainable}
+    computed = {task: use.prompt_tokens - use.cached_tokens + use.completion_tokens for task, use in judged.items()}
+    total = sum(computed.values())
     return {
         "label": f"{report.version_id} on {report.suite}",
         "suite": report.suite,
@@ -37,10 +34,10 @@ def score_row(report: EvalReport, rollouts: Sequence[Rollout], usd: float | None
         "usd": usd,
         "seconds": round(seconds, 1),
         "usd_per_success": usd / successes if successes and usd is not None else None,
-        "tokens": total,
-        "task_ids": list(tokens),
-        "task_scores": [report.scores[task_id] for task_id in tokens],
-        "task_usd": [usd * own / max(1, total) for own in tokens.values()] if usd is not None else None,
+        "tokens": sum(use.prompt_tokens + use.completion_tokens for use in judged.values()),
+        "task_ids": list(computed),
+        "task_scores": [report.scores[task_id] for task_id in computed],
+        "task_usd": [usd * own / max(1, total) for own in computed.values()] if usd is not None else None,
         "outcomes": dict(report.outcomes),
     }
 

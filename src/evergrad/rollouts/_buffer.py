@@ -199,7 +199,7 @@ class Buffer:
             self._stop = BufferStopped(
                 f"{share:.0%} of the last {len(self._recent)} rollouts failed for reasons that are not the model's: {causes}",
                 where="rollouts",
-                hint="fix the cause named first, then resume; the limit is fault_limit",
+                hint="fix the cause named first, then resume",
             )
 
     async def release(self, ticket: Ticket) -> None:
