@@ -74,6 +74,9 @@ class RLConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises to ``lr``. Adam's first step moves every weight by the whole rate, whatever the
     size of its gradient; a few groups decide that gradient."""
+    final_lr_share: float = Field(1.0, gt=0, le=1)
+    """Of ``lr`` at the last of ``steps``; the rate falls to it in a line, so that the weights that are kept do not depend on
+    the last few groups."""
     temperature: float = Field(1.0, gt=0)
     """Greedy rollouts have no gradient, hence > 0."""
     advantage: str = "group_mean"
@@ -88,10 +91,14 @@ class RLConfig(Config):
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0.
 
-        >>> [RLConfig(lr=0.4, warmup_steps=3).lr_at(step) for step in (0, 1, 3, 9)]
+        >>> [RLConfig(steps=11, lr=0.4, warmup_steps=3).lr_at(step) for step in (0, 1, 3, 10)]
         [0.1, 0.2, 0.4, 0.4]
+        >>> [RLConfig(steps=11, lr=0.4, final_lr_share=0.5).lr_at(step) for step in (0, 5, 10)]
+        [0.4, 0.3, 0.2]
         """
-        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
+        risen = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        fallen = (1.0 - self.final_lr_share) * step / max(1, self.steps - 1)
+        return self.lr * risen * (1.0 - fallen)
 
     @model_validator(mode="after")
     def _sound(self) -> RLConfig:
