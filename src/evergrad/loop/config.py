@@ -91,9 +91,9 @@ class RLConfig(Config):
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0.
 
-        >>> [RLConfig(steps=11, lr=0.4, warmup_steps=3).lr_at(step) for step in (0, 1, 3, 10)]
+        >>> [round(RLConfig(steps=11, lr=0.4, warmup_steps=3).lr_at(step), 9) for step in (0, 1, 3, 10)]
         [0.1, 0.2, 0.4, 0.4]
-        >>> [RLConfig(steps=11, lr=0.4, final_lr_share=0.5).lr_at(step) for step in (0, 5, 10)]
+        >>> [round(RLConfig(steps=11, lr=0.4, final_lr_share=0.5).lr_at(step), 9) for step in (0, 5, 10)]
         [0.4, 0.3, 0.2]
         """
         risen = min(1.0, (step + 1) / (self.warmup_steps + 1))
