@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 from decimal import Decimal
@@ -13,33 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import evergrad.evals.evaluation
-import evergrad.evals.statistics
-import evergrad.ledger.clock
-import evergrad.ledger.metrics
-import evergrad.ledger.prices
-import evergrad.registry.store
-import evergrad.types
 from evergrad.types import EvalReport, Outcome, Usage, Verdict, plain, strict_json
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        evergrad.types,
-        evergrad.registry.store,
-        evergrad.ledger.clock,
-        evergrad.ledger.metrics,
-        evergrad.ledger.prices,
-        evergrad.evals.evaluation,
-        evergrad.evals.statistics,
-    ],
-)
-def test_examples_in_docstrings_are_true(module: Any) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0
-
 
 values = st.recursive(
     st.none()
