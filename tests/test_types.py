@@ -1,4 +1,4 @@
-"""What every room builds on: examples that are true, and JSON that every strict parser reads."""
+"""What every room builds on: JSON that every strict parser reads."""
 
 from __future__ import annotations
 
