@@ -67,7 +67,7 @@ def test_contracts_differ_in_every_name_and_share_their_scenarios() -> None:
     v1, v2 = (Taskset("support_desk", {"contract": contract}) for contract in CONTRACTS)
     assert v1.contract_hash != v2.contract_hash
     assert not {tool.name for tool in v1.tools} & {tool.name for tool in v2.tools}
-    assert {"code", "num"} <= set(v2.tools[1].parameters)
+    assert {"auth", "num"} <= set(v2.tools[1].parameters)
     for split in SPLITS:
         old, new = v1.tasks(split, 20, seed=1), v2.tasks(split, 20, seed=1)
         assert [task.metadata for task in old] == [task.metadata for task in new], "the same scenario stays in its split"
