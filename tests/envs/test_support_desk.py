@@ -86,7 +86,7 @@ async def test_hard_tasks_are_recovered_from_through_the_tools_hint(contract: st
 
     shown = await Episode(environment).reply(texts[0])
     assert shown is not None
-    assert shown.content == f"error: try {LOOKUP[contract].format(facts['id'])}"
+    assert shown.content == f"error: {LOOKUP[contract].format(facts['id'])}"
     assert (await play(taskset, task, texts)).reward == 1.0
     assert (await play(taskset, task, texts[1:])).reward == 1.0, "who knows the form needs no recovery"
 

@@ -133,7 +133,9 @@ class SupportDesk(Environment):
         state: str | None = self.facts["orders"].get(order_id)
         if state is None:
             known = self._recognize(order_id)
-            raise ToolError(f"try {format_call(name, {key: known})}" if known else "no such order")
+            # The right call and no word besides: small models copy what stands first, so that one in some tries goes on from
+            # here, and reinforcement has something to reinforce. After "try order(…)" one in a hundred thousand did.
+            raise ToolError(format_call(name, {key: known}) if known else "no such order")
         self.looked_up.add(order_id)
         with_code = self.config.contract == "v2" and not state.startswith("in transit")
         return f"{state}, code {self.facts['code']}" if with_code else state
