@@ -23,6 +23,9 @@ class SampleBody(Config):
     max_policy_version: int
     temperature: float = 1.0
     rollout_id: str = ""
+    group_id: str = ""
+    reference_logprobs: tuple[float, ...] | None = None
+    proximal_logprobs: tuple[float, ...] | None = None
 
 
 class BatchBody(Config):
