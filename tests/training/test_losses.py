@@ -168,35 +168,41 @@ def test_without_proximal_logprobs_the_current_policy_is_the_proximal_one() -> N
     assert gradient(rule, given) == pytest.approx([-math.exp(0.5), math.exp(0.5)], abs=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_kl_to_the_reference(estimator: str) -> None:
-    given = tokens([-1.0, -2.0], [-1.0, -2.0], [0.0, 0.0], reference_logprobs=double([-1.5, -1.0]))
-    rule = build("policy_gradient", kl_coef=0.5, kl_estimator=estimator)
+ESTIMATORS: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
 
-    def closed(logprob: float, reference: float) -> float:
-        d = logprob - reference
-        return 0.5 * (d * d / 2 if estimator == "k2" else math.exp(-d) - 1 + d)
 
-    assert rule(given).tolist() == pytest.approx([closed(-1.0, -1.5), closed(-2.0, -1.0)], abs=1e-12)
-    slopes = [slope(lambda x: closed(x, -1.5), -1.0), slope(lambda x: closed(x, -1.0), -2.0)]
+@pytest.mark.parametrize(("estimator", "weighted"), [("k1", True), ("k2", False), ("k3", False), ("k3", True)])
+def test_kl_to_the_reference(estimator: str, weighted: bool) -> None:
+    given = tokens([-1.0, -2.0], [-1.2, -1.7], [0.0, 0.0], reference_logprobs=double([-1.5, -1.0]))
+    rule = build("policy_gradient", kl_coef=0.5, kl_estimator=estimator, kl_weighted=weighted)
+
+    def closed(logprob: float, behaviour: float, reference: float) -> float:
+        return 0.5 * ESTIMATORS[estimator](logprob - reference) * (math.exp(logprob - behaviour) if weighted else 1.0)
+
+    assert rule(given).tolist() == pytest.approx([closed(-1.0, -1.2, -1.5), closed(-2.0, -1.7, -1.0)], abs=1e-12)
+    slopes = [slope(lambda x: closed(x, -1.2, -1.5), -1.0), slope(lambda x: closed(x, -1.7, -1.0), -2.0)]
     assert gradient(rule, given) == pytest.approx(slopes, abs=1e-8)
     assert not rule.silent_at_zero
 
 
-def test_k2_has_the_gradient_of_the_kl_itself_and_k1_has_none() -> None:
-    """Over a whole distribution, where expectations are sums: E[∇k2] = ∇KL; k1's would be 0, so it is refused."""
+@pytest.mark.parametrize(("estimator", "weighted", "fresh"), [("k1", True, False), ("k2", False, True), ("k3", True, False)])
+def test_every_kl_that_is_allowed_has_the_gradient_of_the_kl_itself(estimator: str, weighted: bool, fresh: bool) -> None:
+    """Over a whole distribution, where expectations are sums; under another policy's samples too, if not only for fresh ones.
+    GRPO's own k3 without the ratio is the exception that its users ask for by name."""
     logits = double([0.3, -1.0, 0.8, 0.1]).requires_grad_()
-    reference = torch.log_softmax(double([1.0, 0.0, -0.5, 0.2]), -1)
     policy = torch.log_softmax(logits, -1)
+    behaviour = policy.detach() if fresh else torch.log_softmax(double([0.0, 0.5, 0.4, -1.0]), -1)
+    reference = torch.log_softmax(double([1.0, 0.0, -0.5, 0.2]), -1)
     (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
-    (sampled,) = torch.autograd.grad(
-        (policy.detach().exp() * (policy - reference).square() / 2).sum(), logits, retain_graph=True
-    )
-    (k1,) = torch.autograd.grad((policy.detach().exp() * (policy - reference)).sum(), logits)
-    torch.testing.assert_close(sampled, exact)
-    assert k1.abs().max() < 1e-15
-    with pytest.raises(ValidationError, match=r"k1 as a loss has gradient 0 on average .* use 'k2'"):
-        LossConfig(options={"kl_coef": 0.1, "kl_estimator": "k1"})
+    given = tokens([0.0] * 4, behaviour.tolist(), [0.0] * 4, reference_logprobs=reference)
+    given = TokenTensors(**{f: getattr(given, f) for f in TokenTensors.__slots__} | {"logprobs": policy})
+    rule = build("policy_gradient", kl_coef=1.0, kl_estimator=estimator, kl_weighted=weighted)
+    (found,) = torch.autograd.grad((behaviour.exp() * rule(given)).sum(), logits)
+    torch.testing.assert_close(found, exact)
 
 
 def test_the_entropy_bonus_is_a_mean_over_all_valid_tokens_whatever_the_normalization() -> None:
@@ -285,6 +291,8 @@ def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
         ("ppo", {"dual_clip": 1.1}, "set it above 1 \\+ clip_high = 1.2"),
         ("dppo_tv", {"anchor": "proximal"}, "'behaviour'"),
         ("decoupled_ppo", {"anchor": "behaviour"}, "'proximal'"),
+        ("grpo", {"kl_coef": 0.1, "kl_estimator": "k1", "kl_weighted": False}, "gradient 0 on average .* kl_weighted = true"),
+        ("grpo", {"kl_coef": 0.1, "kl_estimator": "k2"}, "set kl_weighted = false, or kl_estimator = 'k3'"),
         ("dpo", {"gamma": 1.0}, "gamma"),
         ("dpo", {"label_smoothing": 0.5}, "less than 0.5"),
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from evergrad.config import Config
 from evergrad.training.losses.base import MAX_LOG_RATIO, Loss, TokenTensors, Totals
@@ -62,18 +62,15 @@ class PolicyLoss(Loss):
     """For anchor ``proximal``, where nothing else makes up for the difference between π₀ and μ."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from a frozen reference: the model that training started from."""
-    kl_estimator: Literal["k2", "k3"] = "k3"
-    """With ``d = log π − log reference``: k2 is ``d²/2``, whose gradient is that of the KL itself; k3 is ``exp(−d) − 1 + d``,
-    unbiased and never negative as a value (Schulman 2020, "Approximating KL divergence"; GRPO's choice)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With ``d = log π − log reference``: k1 is d, k2 is ``d²/2``, k3 is ``exp(−d) − 1 + d``, which is never negative and, like
+    k1, right on average (Schulman 2020, "Approximating KL divergence")."""
+    kl_weighted: bool = True
+    """Multiplies the estimator by the ratio r, through which it then has a gradient: of k1 and k3 it is that of the KL itself,
+    for tokens of an older policy as well (DeepSeek-V3.2, arXiv 2512.02556). Without, only k2 has that gradient, and for fresh
+    tokens only; GRPO's own form is k3 without."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy that is paid for keeping answers diverse."""
-
-    @field_validator("kl_estimator", mode="before")
-    @classmethod
-    def _has_a_gradient(cls, value: Any) -> Any:
-        if value == "k1":
-            raise ValueError("k1 as a loss has gradient 0 on average and holds nothing; use 'k2', whose gradient is the KL's")
-        return value
 
     @model_validator(mode="after")
     def _sound(self) -> PolicyLoss:
@@ -88,6 +85,13 @@ class PolicyLoss(Loss):
             raise ValueError(
                 f"normalization '{self.normalization}' does not use constant_length; "
                 "set normalization = 'constant' or leave it out"
+            )
+        if self.kl_coef and self.kl_estimator == "k1" and not self.kl_weighted:
+            raise ValueError("k1 without the ratio has gradient 0 on average and holds nothing; set kl_weighted = true")
+        if self.kl_coef and self.kl_estimator == "k2" and self.kl_weighted:
+            raise ValueError(
+                "k2 has the gradient of the KL without the ratio, and another with it; set kl_weighted = false, "
+                "or kl_estimator = 'k3'"
             )
         return self
 
@@ -125,11 +129,13 @@ class PolicyLoss(Loss):
         """
 
     def __call__(self, tokens: TokenTensors) -> Tensor:
-        loss = self.surrogate(tokens, self.log_ratio(tokens))
+        log_ratio = self.log_ratio(tokens)
+        loss = self.surrogate(tokens, log_ratio)
         if self.correction is not None:
             loss = loss * self.correction.weights(tokens)
         if self.kl_coef:
-            loss = loss + self.kl_coef * self._kl(tokens)
+            kl = self._kl(tokens)
+            loss = loss + self.kl_coef * (kl * ratio(log_ratio) if self.kl_weighted else kl)
         return loss
 
     def log_ratio(self, tokens: TokenTensors) -> Tensor:
@@ -152,6 +158,8 @@ class PolicyLoss(Loss):
     def _kl(self, tokens: TokenTensors) -> Tensor:
         assert tokens.reference_logprobs is not None
         difference = tokens.logprobs - tokens.reference_logprobs
+        if self.kl_estimator == "k1":
+            return difference
         if self.kl_estimator == "k2":
             return difference.square() / 2
         return (-difference).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference
