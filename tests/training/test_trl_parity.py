@@ -124,9 +124,7 @@ def grpo_inputs(samples: list[TrainingSample]) -> dict[str, torch.Tensor]:
         "completion_ids": tail("token_ids"),
         "completion_mask": completion_mask,
         "tool_mask": tail("loss_mask"),
-        "advantages": torch.tensor(
-            [s.advantages[start] for s, start in zip(samples, starts, strict=True)], dtype=torch.float64
-        ),
+        "advantages": torch.tensor(advantages, dtype=torch.float64),
         "old_per_token_logps": tail("logprobs"),
         "ref_per_token_logps": tail("reference_logprobs"),
         "num_items_in_batch": torch.tensor(sum(sum(sample.loss_mask) for sample in samples)),
