@@ -82,7 +82,9 @@ def _speaking(sample: TrainingSample, mask: npt.NDArray[np.bool_], rule: Loss) -
 
 
 def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool) -> tuple[str, ...]:
-    read = []
+    read: list[str] = []
+    if not any(any(sample.loss_mask) for sample in batch.samples):
+        return ()
     if rule.needs_behaviour:
         read.append("logprobs")
     if rule.needs_advantage:
