@@ -314,7 +314,7 @@ def test_batches_that_make_no_sense_are_refused_by_name(model_folder: Path) -> N
     one = make_sample([3, 4], [5], group_id="p1")
     bad = dataclasses.replace(one, advantages=(0.0, 0.0, -1.0))
     mixed = make_sample([3, 4], [5, 6], group_id="p1", advantages=(0.0, 0.0, 1.0, -1.0))
-    for samples in ([one], [one, one], [one, bad, bad], [mixed, bad], [dataclasses.replace(one, group_id=""), bad]):
+    for samples in ([one], [one, one], [one, bad, bad], [mixed], [mixed, bad], [dataclasses.replace(one, group_id=""), bad]):
         refused(trainer, "dpo", "preference pair", samples)
     refused(trainer, "reverse_kl", "learns from a teacher", [one])
     having = dataclasses.replace(one, reference_logprobs=(0.0, 0.0, -1.0), proximal_logprobs=(0.0, 0.0, -1.0))
