@@ -155,8 +155,8 @@ GRPO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {}, {"loss_type": "grpo"}),
     "grpo, clip higher, dual clip": (
         "grpo",
-        {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 1.5},
-        {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.5},
+        {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 1.3},
+        {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.3},
     ),
     "grpo, kl": ("grpo", {"kl_coef": 0.04}, {"loss_type": "grpo", "beta": 0.04}),
     "grpo, kl of the paper": (
