@@ -277,8 +277,9 @@ class RolloutGroup:
 class TrainingSample:
     """One token sequence to learn from; all tuples have the same length.
 
-    Only positions with ``loss_mask`` 1 were sampled by the policy; there, ``logprobs`` and ``advantages`` hold the behaviour
-    log-probability and the advantage, elsewhere 0.0.
+    Only positions with ``loss_mask`` 1 are trained; there, ``logprobs`` and ``advantages`` hold the behaviour log-probability
+    and the advantage, elsewhere 0.0. For supervised samples ``advantages`` are the tokens' weights, 1.0 as a rule; of a
+    preference pair the chosen answer has 1.0 and the rejected one −1.0.
 
     >>> sample = TrainingSample((7, 8, 9), (0, 1, 1), (0.0, -0.5, -0.2), (0.0, 1.0, 1.0), 3, 3)
     >>> sum(sample.loss_mask)
@@ -294,6 +295,12 @@ class TrainingSample:
     temperature: float = 1.0
     """Of the distribution that ``logprobs`` belong to; the trainer scores under the same one."""
     rollout_id: str = ""
+    group_id: str = ""
+    """Which samples belong together: the rollouts of a task, the two answers of a preference pair. Empty when none do."""
+    reference_logprobs: tuple[float, ...] | None = None
+    """Of a frozen reference, or of a teacher; ``None`` when there is none, or the trainer shall compute them."""
+    proximal_logprobs: tuple[float, ...] | None = None
+    """Of the policy before the first update on this batch, when several are made on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +312,8 @@ class TrainingBatch:
     """Positions with ``loss_mask`` 1 over all samples, zero-advantage ones included, over-age ones excluded."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the data itself: reward, staleness, lengths, outcome counts. They ride with the batch they describe."""
+    num_samples: int | None = None
+    """Samples with a mask in the whole optimizer step, when this batch is only a part of it; counted here when ``None``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +25,7 @@ def trained(draw: st.DrawFn) -> list[TrainedTokens]:
         logprobs = tuple(-float(100 * number + position) for position in range(len(token_ids)))
         temperature = draw(st.sampled_from([0.5, 1.0]))
         sample = TrainingSample(tuple(token_ids), (0,) * len(token_ids), logprobs, logprobs, 0, 0, temperature)
-        items.append(TrainedTokens(sample, np.array(sorted(positions))))
+        items.append(TrainedTokens(sample, np.array(sorted(positions)), len(positions)))
     return items
 
 
@@ -55,7 +57,9 @@ def test_every_token_is_predicted_from_its_own_context_and_every_context_is_ther
         assert set(forest.row_of_pair.tolist()) == set(range(len(rows)))
         pairs = [(*rows[row], target) for row, target in zip(forest.row_of_pair, forest.targets.tolist(), strict=True)]
         assert len(set(pairs)) == len(pairs)
-        for pair, logprob, advantage in zip(forest.pair_of_token, forest.behaviour_logprobs, forest.advantages, strict=True):
+        for pair, logprob, advantage in zip(
+            forest.pair_of_token, forest.column("logprobs"), forest.column("advantages"), strict=True
+        ):
             node, temperature, target = pairs[pair]
             found.append((contexts[node], target, temperature, logprob))
             assert advantage == logprob
@@ -92,9 +96,29 @@ def test_the_block_cut_is_the_ancestor_relation(items: list[TrainedTokens], max_
             assert seen == ancestors
 
 
+@settings(max_examples=200, deadline=None)
+@given(trained(), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.integers(1, 30))
+def test_groups_are_kept_whole(items: list[TrainedTokens], groups: list[int], size: int) -> None:
+    """Group 0 stands for samples without one."""
+    items = [
+        dataclasses.replace(item, sample=dataclasses.replace(item.sample, group_id=f"g{group}" if group else ""))
+        for item, group in zip(items, groups, strict=False)
+    ]
+    forests = plant(items, size, keep_groups=True)
+    assert sorted(id(item) for forest in forests for item in forest.items) == sorted(map(id, items))
+    for name in {item.sample.group_id for item in items} - {""}:
+        homes = [forest for forest in forests if any(item.sample.group_id == name for item in forest.items)]
+        assert len(homes) == 1
+    for forest in forests:
+        names = [item.sample.group_id or number for number, item in enumerate(forest.items)]
+        assert len(set(forest.group_of_sample.tolist())) == len(set(names))
+        assert forest.sample_of_token.tolist() == [n for n, item in enumerate(forest.items) for _ in item.positions]
+        assert forest.num_nodes <= size or len(set(names)) == 1
+
+
 def test_a_group_costs_its_distinct_tokens() -> None:
     samples = [make_sample([1, 2, 3], [4, 5, 6, last, 9]) for last in (7, 7, 8)]
-    items = [TrainedTokens(sample, np.arange(3, 8)) for sample in samples]
+    items = [TrainedTokens(sample, np.arange(3, 8), 5) for sample in samples]
     (forest,) = plant(items, 1000)
     # Six tokens for all, one more where they differ; the last token of each is predicted, not computed.
     assert forest.num_nodes == 8
@@ -106,6 +130,6 @@ def test_a_group_costs_its_distinct_tokens() -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_cut_does_not_depend_on_the_order_of_samples(order: int) -> None:
     samples = [make_sample([1, 2], [number % 3, number % 5, 4]) for number in range(9)]
-    items = [TrainedTokens(sample, np.arange(2, 5)) for sample in samples][::order]
+    items = [TrainedTokens(sample, np.arange(2, 5), 3) for sample in samples][::order]
     cut = plant(items, 7)
     assert [forest.token_ids.tolist() for forest in cut] == [forest.token_ids.tolist() for forest in plant(items[::-1], 7)]

@@ -111,5 +111,6 @@ def _sample(
         max_policy_version=max(versions),
         temperature=rollout.temperature,
         rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
     )
     return sample, over_age
