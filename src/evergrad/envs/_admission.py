@@ -190,7 +190,7 @@ class _Admission:
         constants = [each for each in _CONSTANTS if each not in gold_answers]
         probes: list[tuple[str, Callable[[], Awaitable[Check]]]] = [
             ("gold passes", self._gold),
-            ("demonstrations call tools without error", self._gold_calls),
+            ("demonstrated calls are accepted", self._gold_calls),
             ("same answer, same score", self._deterministic),
             ("empty answer", lambda: self._constant("empty answer", [""])),
             ("constant answer", lambda: self._constant("constant answer", constants)),
@@ -252,19 +252,22 @@ class _Admission:
         return Check("gold passes", not failed, detail, mean(scores))
 
     async def _gold_calls(self) -> Check:
-        """A call that is answered ``error: …`` is no example: its tool does not exist, or its arguments are others."""
-        name = "demonstrations call tools without error"
+        """A call of a tool that does not exist, or with other arguments, is no example. A tool's own error may be shown on
+        purpose, with how to go on after it."""
+        name = "demonstrated calls are accepted"
         if not self.gold or not self.taskset.tools:
             return _skipped(name, "nobody can demonstrate" if not self.gold else "the environment has no tools")
         calls: list[ToolCall] = []
         for task in self._demonstrable():
             await self._score(task, self.gold[task.task_id], "gold", calls)
-        wrong = [call for call in calls if call.result.startswith("error:")]
+        wrong = [call for call in calls if call.refused]
         detail = f"{len(calls)} calls"
         if wrong:
-            detail = f"{len(wrong)} of {len(calls)} calls fail, first {wrong[0].text!r}, which is told {wrong[0].result!r}"[
-                :300
-            ]
+            detail = (
+                f"{len(wrong)} of {len(calls)} calls are refused, first {wrong[0].text!r}, which is told {wrong[0].result!r}"[
+                    :300
+                ]
+            )
         return Check(name, not wrong, detail)
 
     def _within_limits(self) -> Check:

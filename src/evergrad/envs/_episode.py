@@ -85,8 +85,10 @@ class Episode:
         arguments: dict[str, Any] = {}
         if isinstance(parsed, Call) and not result:
             arguments, result = self._arguments(self._tools[name], parsed)
-            result = result or await self._run(self._tools[name], arguments)
-        self.environment.calls.append(ToolCall(text.strip(), name, arguments, result))
+        refused = bool(result)
+        if not refused:
+            result = await self._run(self._tools[name], arguments)
+        self.environment.calls.append(ToolCall(text.strip(), name, arguments, result, refused))
         return None if self._lost() else Message("tool", result)
 
     async def score(self) -> Score:
