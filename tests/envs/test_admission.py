@@ -12,6 +12,7 @@ import pytest
 
 from evergrad.envs import AdmissionReport
 from evergrad.envs import test_environment as admit
+from evergrad.envs._admission import estimate_tokens
 
 Write = Callable[[str], str]
 
@@ -142,6 +143,14 @@ def test_demonstrations_are_held_against_the_limits_of_a_run(
     (check,) = [check for check in report.checks if check.name == "demonstrations fit the limits"]
     assert check.passed is (complaint is None), check
     assert (complaint or "by the tokenizer of a test" if "max_turns" not in (complaint or "") else complaint) in check.detail
+
+
+@pytest.mark.parametrize(
+    ("reply", "at_least"),
+    [("refund(id=U79, amount=27)", 15), ("find(item=paint 87)", 11), ("", 1), ("\U0001f600", 4), ("\ud800", 1)],
+)
+def test_an_estimate_is_rather_too_high(reply: str, at_least: int) -> None:
+    assert at_least <= estimate_tokens(reply) <= len(reply.encode("utf-8", "replace")) + 1
 
 
 @pytest.mark.parametrize("where", ["tool", "reward"])
