@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,11 +21,15 @@ from evergrad.envs import (
     EnvironmentFault,
     TaskRow,
     Taskset,
+    VerifierFault,
+    _author,
+    _taskset,
     content_hash,
     environment_names,
     load_environment,
     play,
 )
+from evergrad.envs import test_environment as admit
 from evergrad.envs._taskset import split_of
 
 Write = Callable[[str], str]
@@ -129,6 +134,9 @@ async def test_an_environment_without_tools_takes_any_text_as_the_answer(write: 
         ("import no_such_package", r"raised at import: ModuleNotFoundError: No module named 'no_such_package'"),
         ("def broken(:", r"raised at import: SyntaxError: .*my_environment\.py:2"),
         ("raise SystemExit(0)", r"raised at import: SystemExit: 0"),
+        ("raise GeneratorExit", r"raised at import: GeneratorExit \(.*my_environment\.py:2\)"),
+        ("import asyncio\nraise asyncio.CancelledError", r"raised at import: CancelledError \(.*my_environment\.py:3\)"),
+        ("raise BaseException('odd')", r"raised at import: BaseException: odd \(.*my_environment\.py:2\)"),
         ("x = 1", "found none"),
         (SMALL + SMALL.replace("Small", "Other"), "found Small, Other"),
         ("class A(Environment):\n    @tool\n    def act(self): ...", r"must be an async method \(A\.act\)"),
@@ -272,3 +280,87 @@ def test_public_names_are_listed_and_exist() -> None:
             for alias in node.names
         }
         assert imported == set(room.__all__)
+
+
+RAISED = ["OSError('odd')", "SystemExit(3)", "GeneratorExit", "BaseException('odd')", "asyncio.CancelledError"]
+
+
+@pytest.mark.parametrize("error", RAISED)
+@pytest.mark.parametrize("stage", ["setup", "lost", "act", "right"])
+async def test_whatever_a_rollout_raises_is_a_named_fault(write: Write, error: str, stage: str) -> None:
+    methods = {
+        "setup": "    async def setup(self):",
+        "lost": "    def lost(self):",
+        "act": "    @tool\n    async def act(self) -> str:",
+        "right": "    @reward\n    async def other(self, answer: str) -> float:",
+    }
+    other_tool = "" if stage == "act" else "    @tool\n    async def act(self) -> str:\n        return ''\n"
+    body = f"import asyncio\n{SMALL}{other_tool}{methods[stage]}\n        raise {error}\n"
+    taskset = Taskset(write(body))
+    kind = error.split("(")[0].split(".")[-1]
+    with pytest.raises((EnvironmentFault, VerifierFault), match=f"raised {kind}"):
+        await play(taskset, taskset.tasks("train", 1)[0], ["act()", "1"])
+
+
+async def test_a_rollout_that_is_cancelled_stays_cancelled(write: Write) -> None:
+    taskset = Taskset(write(f"import asyncio\n{SMALL}    async def setup(self):\n        await asyncio.sleep(60)\n"))
+    playing = asyncio.create_task(play(taskset, taskset.tasks("train", 1)[0], ["1"]))
+    await asyncio.sleep(0.1)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+
+
+@pytest.mark.parametrize("error", RAISED)
+@pytest.mark.parametrize(
+    ("what", "method"),
+    [
+        ("tasks", "    @classmethod\n    def tasks(cls, rng, config):\n        raise {error}\n        yield"),
+        ("tasks", "    @classmethod\n    def tasks(cls, rng, config):\n        raise {error}"),
+        ("contracts", "    @classmethod\n    def contracts(cls):\n        raise {error}"),
+        ("limits_for", "    @classmethod\n    def limits_for(cls, config):\n        raise {error}"),
+        ("__init__", "    def __init__(self, task, config):\n        raise {error}"),
+        ("demonstrate", "    def demonstrate(self):\n        raise {error}"),
+        ("demonstrate", "    def demonstrate(self):\n        raise {error}\n        yield"),
+    ],
+)
+def test_an_authors_mistakes_are_located(write: Write, what: str, method: str, error: str) -> None:
+    path = write(f"import asyncio\n{SMALL}{method.format(error=error)}\n")
+    line = next(
+        number for number, text in enumerate(Path(path).read_text().splitlines(), 1) if text.strip() == f"raise {error}"
+    )
+    with pytest.raises(EnvError, match=rf"{what}\(\) raised .*my_environment\.py:{line}\)\. Next: "):
+        admit(path, n=3)
+
+
+@pytest.mark.parametrize(
+    ("what", "method"),
+    [
+        ("tasks", "    @classmethod\n    def tasks(cls, rng, config):\n        yield 'What is 1?'"),
+        ("tasks", "    @classmethod\n    def tasks(cls, rng, config):\n        yield ('What is 1?', {})"),
+        ("tasks", "    @classmethod\n    def tasks(cls, rng, config):\n        yield None or {}"),
+        ("contracts", "    @classmethod\n    def contracts(cls):\n        return 'v1'"),
+        ("contracts", "    @classmethod\n    def contracts(cls):\n        return [1]"),
+        ("demonstrate", "    def demonstrate(self):\n        return 'one text'"),
+        ("demonstrate", "    def demonstrate(self):\n        return [1]"),
+    ],
+)
+def test_what_an_author_gives_is_checked(write: Write, what: str, method: str) -> None:
+    with pytest.raises(EnvError, match=rf"{what}\(\) (gave|yielded) .*my_environment\.py:\d+\)\. Next: "):
+        admit(write(f"{SMALL}{method}\n"), n=3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "        __import__('time').sleep(60)\n        yield",
+        "        while True: pass\n        yield",
+        "        while True:\n            __import__('time').sleep(0.02)\n            yield TaskRow('the same')",
+    ],
+)
+def test_drawing_tasks_has_a_limit(write: Write, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_author, _taskset):
+        monkeypatch.setattr(module, "AUTHOR_S", 0.3)
+    monkeypatch.setattr(_author.ask_author, "__kwdefaults__", {"seconds": 0.3})
+    with pytest.raises(EnvError, match=r"tasks\(\) .* 0\.3 s.*my_environment\.py:\d+\)"):
+        Taskset(write(f"{SMALL}    @classmethod\n    def tasks(cls, rng, config):\n{body}\n")).tasks("train", 2)

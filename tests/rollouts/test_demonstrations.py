@@ -42,3 +42,22 @@ async def test_a_wrong_or_missing_demonstration_is_refused(tmp_path: Path, rende
     taskset = Taskset(str(silent))
     with pytest.raises(EvergradError, match="nobody can demonstrate"):
         await demonstrate(taskset.tasks("train", 1), taskset, renderer)
+
+
+@pytest.mark.parametrize(
+    ("replies", "fault", "hint"),
+    [
+        ('["word " * 60]', "truncated", "raise limits.max_tokens_per_turn in the environment"),
+        ('["find(item=x)"] * 7', "out_of_turns", "raise limits.max_turns in the environment"),
+        ('["It is lost."]', "reward 0.0", "'evergrad env test' shows what fails"),
+    ],
+)
+async def test_a_demonstration_that_fails_says_what_to_change(
+    tmp_path: Path, renderer: Renderer, replies: str, fault: str, hint: str
+) -> None:
+    path = tmp_path / "failing.py"
+    path.write_text(f"{EXAMPLE.read_text()}\n    def demonstrate(self) -> list[str]:\n        return {replies}\n")
+    taskset = Taskset(str(path))
+    with pytest.raises(EvergradError, match=fault) as caught:
+        await demonstrate(taskset.tasks("train", 1), taskset, renderer)
+    assert hint in str(caught.value)

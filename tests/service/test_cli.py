@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import io
 import json
 import os
 import re
@@ -19,7 +21,7 @@ from evergrad.config import load_config
 from evergrad.ledger import Ledger, PhaseClock, Price, PriceBook
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry
-from evergrad.service._edge import explain
+from evergrad.service._edge import explain, guarded
 from evergrad.service.cli import ONCE, command
 from evergrad.types import EvergradError, InputError
 
@@ -355,3 +357,22 @@ def test_doctor_fails_with_a_next_step(cli: Cli, run: Path, monkeypatch: pytest.
     result = cli("doctor")
     assert re.search(r"fail +disk .*free some", result.out)
     assert result.code == 1
+
+
+def test_what_was_not_checked_is_counted_apart(cli: Cli, run: Path, tmp_path: Path) -> None:
+    source = (Path(__file__).parents[2] / "examples" / "my_environment.py").read_text()
+    (tmp_path / "silent.py").write_text(source.replace("def demonstrate", "def show"))
+    out = cli("env", "test", str(tmp_path / "silent.py")).out
+    assert re.search(r"gold passes +skip", out)
+    assert re.search(r"^\d+ passed, \d+ not checked\.$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), BaseException("odd"), ValueError("odd")])
+def test_whatever_is_raised_is_one_line(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    out = io.StringIO()
+    assert guarded(fail, stderr=out) == 1
+    assert out.getvalue().startswith(f"error: {type(error).__name__}")
+    assert out.getvalue().count("\n") == 1

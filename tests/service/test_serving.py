@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,8 +26,10 @@ import torch
 from openai import NotFoundError, OpenAI
 from safetensors.torch import load_file, save_file
 
+from evergrad.envs import load_environment
 from evergrad.inference import EngineClient
 from evergrad.registry import Registry, base_model
+from evergrad.service._serving import _hints
 from evergrad.service.cli import command
 from evergrad.service.client import Client, ClientError
 from evergrad.training import TrainerClient
@@ -187,6 +191,20 @@ def test_a_version_that_cannot_be_loaded_leaves_the_old_one_serving(server: Serv
     assert ask(server.url) == before
 
 
+@pytest.mark.parametrize("environment", ["support_desk", "no_such_thing"])
+def test_the_examples_are_requests_of_the_run(tmp_path: Path, environment: str) -> None:
+    (tmp_path / "config.toml").write_text(f'[environment]\nname = "{environment}"\n')
+    (tmp_path / "state.json").write_text('{"deployed": {"contract": "v2"}}')
+    hints = _hints(tmp_path, "production", "http://x/v1")
+    words = shlex.split(next(line for line in hints.splitlines() if "curl" in line))
+    messages = json.loads(words[words.index("-d") + 1])["messages"]
+    assert [message["role"] for message in messages][-1] == "user"
+    if environment == "support_desk":
+        assert messages[0]["content"] == load_environment(environment).system_prompt("v2")
+    source = next(line for line in hints.splitlines() if "messages = " in line)
+    assert ast.literal_eval(source.split(" = ")[1].strip()) == messages
+
+
 def test_the_engine_dies_and_serve_says_so(serve: Callable[[], Server]) -> None:
     server = serve()
     for child in server.children():
@@ -207,7 +225,9 @@ def test_a_killed_serve_leaves_no_engine_behind(serve: Callable[[], Server]) -> 
 def test_a_taken_port_is_named(server: Server, served: Path, capsys: pytest.CaptureFixture[str]) -> None:
     port = server.url.rsplit(":", 1)[1]
     assert command(["serve", "--run", str(served), "--port", port]) == 1
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert "loading" not in out
+    assert error.count("\n") == 1
     assert port in error
     assert "Next: " in error
 

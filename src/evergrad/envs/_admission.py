@@ -7,13 +7,19 @@ same thing twice, and no text makes it raise.
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+from evergrad.envs._bounded import TimeLimitError
+from evergrad.envs._environment import ToolCall
 from evergrad.envs._episode import EnvironmentFault, Episode, Score, VerifierFault
 from evergrad.envs._taskset import SPLITS, Taskset
 from evergrad.types import EvergradError, Task
@@ -31,6 +37,23 @@ _INJECTIONS = (
 _JUNK = ("(", "\x00", "\ud800", "'\"\\", "9" * 5_000, "(" * 2_000, "a" * 20_000, "[NaN, NaN]", "1e999", "-", "∞", "call(")
 
 
+MAX_TIMEOUTS = 3
+"""Tries that may run out of time before the rest are left out."""
+
+TokenCount = Callable[[str], int]
+
+_PIECE = re.compile(r"[A-Za-z]{1,4}|\d| (?=\d)|[^\x00-\x7f]|[^\sA-Za-z\d]{1,2}")
+
+
+def estimate_tokens(reply: str) -> int:
+    """Tokens of a reply and its end, rather too many than too few: four letters, two signs, a digit or a byte each.
+
+    >>> estimate_tokens("It is on shelf 31.")
+    10
+    """
+    return 1 + sum(1 if piece.isascii() else len(piece.encode("utf-8", "replace")) for piece in _PIECE.findall(reply))
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One thing that was tried."""
@@ -40,6 +63,10 @@ class Check:
     detail: str
     figure: float | None = None
     """Mean reward of the probe, or what ``detail`` says."""
+    unit: str = ""
+    """Of the figure."""
+    checked: bool = True
+    """False when it could not be tried; it neither passed nor failed then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +80,32 @@ class AdmissionReport:
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
+        """Nothing that was tried failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.checked and not check.passed)
+
+    @property
+    def skipped(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.checked)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """For a table: check, ``pass`` or ``FAIL``, figure, detail."""
-        return [
-            (each.name, "pass" if each.passed else "FAIL", "" if each.figure is None else f"{each.figure:.3g}", each.detail)
-            for each in self.checks
-        ]
+        """For a table: check, ``pass``, ``FAIL`` or ``skip``, figure with its unit, detail."""
+        rows = []
+        for each in self.checks:
+            word = "skip" if not each.checked else "pass" if each.passed else "FAIL"
+            figure = "" if each.figure is None else f"{each.figure:.3g} {each.unit}".rstrip()
+            rows.append((each.name, word, figure, each.detail))
+        return rows
 
 
-async def play(taskset: Taskset, task: Task, texts: Iterable[str]) -> Score:
+async def play(taskset: Taskset, task: Task, texts: Iterable[str], calls: list[ToolCall] | None = None) -> Score:
     """Runs one episode in which the model says ``texts``, and scores it; without a final answer the reward is 0.
+
+    Args:
+        calls: takes the episode's tool calls.
 
     Raises:
         EnvironmentFault, VerifierFault: as in a rollout.
@@ -77,6 +118,8 @@ async def play(taskset: Taskset, task: Task, texts: Iterable[str]) -> Score:
                 return await episode.score()
         return Score(0.0, {})
     finally:
+        if calls is not None:
+            calls += episode.environment.calls
         await episode.close()
 
 
@@ -86,48 +129,86 @@ def test_environment(
     *,
     n: int = 50,  # noqa: PT028
     seed: int = 0,  # noqa: PT028
+    count_tokens: TokenCount = estimate_tokens,  # noqa: PT028
+    counted_by: str = "an estimate, for want of a tokenizer",  # noqa: PT028
 ) -> AdmissionReport:
     """Tries the tasks and the rewards of an environment; ``n`` tasks of the training split, a few seconds.
+
+    Args:
+        count_tokens: tokens of a reply, its end included; what demonstrations are held against the limits with.
+        counted_by: how reports call ``count_tokens``.
 
     Raises:
         EnvError, ConfigError: it does not load, or has fewer than ``n`` training tasks.
     """
-    return asyncio.run(_Admission(Taskset(name, config), n, seed).report())
+    with _interrupted_at_once():
+        admission = _Admission(Taskset(name, config), n, seed, count_tokens, counted_by)
+        return asyncio.run(admission.report())
 
 
 test_environment.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
 
 
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end code that blocks. asyncio would only ask the task to end, which such code does not hear."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _TooSlow(Exception):
+    """Probes ran out of time too often for the others to be worth their wait."""
+
+
 class _Admission:
-    def __init__(self, taskset: Taskset, n: int, seed: int) -> None:
+    def __init__(self, taskset: Taskset, n: int, seed: int, count_tokens: TokenCount, counted_by: str) -> None:
         self.taskset = taskset
+        self.count_tokens, self.counted_by = count_tokens, counted_by
         self.tasks = taskset.tasks("train", n, seed)
         self.seed = seed
         self.gold: dict[str, list[str]] = {}
         for task in self.tasks:
-            demonstration = taskset.open(task).demonstrate()
+            demonstration = taskset.demonstration(task)
             if demonstration:
                 self.gold[task.task_id] = list(demonstration)
         self.faults: list[str] = []
         self.latencies: list[float] = []
+        self.timeouts = 0
 
     async def report(self) -> AdmissionReport:
-        checks = [
-            self._drawn_again(),
-            self._splits(),
-            await self._gold(),
-            await self._deterministic(),
-            await self._constant("empty answer", [""]),
-            await self._constant("constant answer", [each for each in _CONSTANTS if each not in self._gold_answers()]),
-            await self._constant("commonest answer", self._gold_answers()[:3] or [""], MAJORITY_LIMIT),
-            await self._constant("injected verdict", _INJECTIONS),
-            await self._constant("junk", _JUNK),
-            await self._echo(),
-            await self._borrowed(),
-            *await self._hedges(),
-            self._no_faults(),
-            self._latency(),
+        gold_answers = self._gold_answers()
+        constants = [each for each in _CONSTANTS if each not in gold_answers]
+        probes: list[tuple[str, Callable[[], Awaitable[Check]]]] = [
+            ("gold passes", self._gold),
+            ("demonstrated calls are accepted", self._gold_calls),
+            ("same answer, same score", self._deterministic),
+            ("empty answer", lambda: self._constant("empty answer", [""])),
+            ("constant answer", lambda: self._constant("constant answer", constants)),
+            ("commonest answer", lambda: self._constant("commonest answer", gold_answers[:3] or [""], MAJORITY_LIMIT)),
+            ("injected verdict", lambda: self._constant("injected verdict", _INJECTIONS)),
+            ("junk", lambda: self._constant("junk", _JUNK)),
+            ("echo of the request", self._echo),
+            ("another task's answer", self._borrowed),
+            ("hedge: or maybe 7", lambda: self._hedge("hedge: or maybe 7", " or maybe 7")),
+            ("hedge: two answers", lambda: self._hedge("hedge: two answers", None)),
         ]
+        checks = [self._drawn_again(), self._splits(), self._within_limits()]
+        for name, probe in probes:
+            try:
+                checks.append(await probe())
+            except _TooSlow:
+                checks.append(_skipped(name, f"stopped after {MAX_TIMEOUTS} time-outs"))
+        checks += [self._no_faults(), self._latency()]
         return AdmissionReport(self.taskset.name, len(self.tasks), tuple(checks), self.taskset.fingerprint)
 
     def _drawn_again(self) -> Check:
@@ -147,24 +228,68 @@ class _Admission:
                     return Check("splits", False, f"{task.task_id} is in {split} and in {owners[task.task_id]}")
         return Check("splits", True, "train, heldout and gate hold tasks and share none")
 
-    async def _score(self, task: Task, texts: Sequence[str], probe: str) -> float:
+    async def _score(self, task: Task, texts: Sequence[str], probe: str, calls: list[ToolCall] | None = None) -> float:
         """The reward of a try; faults are noted and count as 0."""
+        if self.timeouts >= MAX_TIMEOUTS:
+            raise _TooSlow
+        await asyncio.sleep(0)  # between two tries of code that never waits, others have their turn
         start = time.perf_counter()
         try:
-            score = await play(self.taskset, task, texts)
+            score = await play(self.taskset, task, texts, calls)
         except (EnvironmentFault, VerifierFault) as fault:
             self.faults.append(f"{probe}: {fault}")
+            self.timeouts += isinstance(fault.__cause__, TimeLimitError)
             return 0.0
         self.latencies.append(time.perf_counter() - start)
         return score.reward
 
     async def _gold(self) -> Check:
         if not self.gold:
-            return Check("gold passes", True, "nobody can demonstrate: not checked")
+            return _skipped("gold passes", "nobody can demonstrate")
         scores = [await self._score(task, self.gold[task.task_id], "gold") for task in self._demonstrable()]
         failed = [task.task_id for task, score in zip(self._demonstrable(), scores, strict=True) if score < 1.0]
         detail = f"{len(scores)} demonstrations" if not failed else f"{len(failed)} of {len(scores)} fail, first {failed[0]}"
         return Check("gold passes", not failed, detail, mean(scores))
+
+    async def _gold_calls(self) -> Check:
+        """A call of a tool that does not exist, or with other arguments, is no example. A tool's own error may be shown on
+        purpose, with how to go on after it."""
+        name = "demonstrated calls are accepted"
+        if not self.gold or not self.taskset.tools:
+            return _skipped(name, "nobody can demonstrate" if not self.gold else "the environment has no tools")
+        calls: list[ToolCall] = []
+        for task in self._demonstrable():
+            await self._score(task, self.gold[task.task_id], "gold", calls)
+        wrong = [call for call in calls if call.refused]
+        detail = f"{len(calls)} calls"
+        if wrong:
+            detail = (
+                f"{len(wrong)} of {len(calls)} calls are refused, first {wrong[0].text!r}, which is told {wrong[0].result!r}"[
+                    :300
+                ]
+            )
+        return Check(name, not wrong, detail)
+
+    def _within_limits(self) -> Check:
+        """As a run holds them: a reply that is cut off is no demonstration."""
+        name = "demonstrations fit the limits"
+        if not self.gold:
+            return _skipped(name, "nobody can demonstrate")
+        longest, most = "", 0
+        for task in self._demonstrable():
+            texts, limits = self.gold[task.task_id], task.limits
+            if len(texts) > limits.max_turns:
+                hint = "raise limits.max_turns in the environment"
+                return Check(name, False, f"{len(texts)} turns of at most {limits.max_turns}: {hint}", len(texts), "turns")
+            for text in texts:
+                count = self.count_tokens(text)
+                if count > limits.max_tokens_per_turn:
+                    hint = "shorten it, or raise limits.max_tokens_per_turn in the environment"
+                    what = f"{text[:60]!r} has more than {limits.max_tokens_per_turn} tokens by {self.counted_by}: {hint}"
+                    return Check(name, False, what, count, "tokens")
+                if count > most:
+                    longest, most = text, count
+        return Check(name, True, f"longest by {self.counted_by}: {longest[:60]!r}", most, "tokens")
 
     async def _deterministic(self) -> Check:
         tries = [(task, texts) for task in self.tasks for texts in ([""], self.gold.get(task.task_id, ["0"]))]
@@ -174,8 +299,10 @@ class _Admission:
             differing += first != second
         return Check("same answer, same score", differing == 0, f"{differing} of {len(tries)} differ")
 
-    async def _constant(self, name: str, answers: Iterable[str], limit: float = CONSTANT_LIMIT) -> Check:
+    async def _constant(self, name: str, answers: Sequence[str], limit: float = CONSTANT_LIMIT) -> Check:
         """No single text may earn reward over the tasks."""
+        if not answers:
+            return _skipped(name, "every one of them is some task's right answer")
         means = {answer: mean([await self._score(task, [answer], name) for task in self.tasks]) for answer in answers}
         worst = max(means, key=lambda answer: means[answer])
         return Check(name, means[worst] <= limit, f"best: {worst[:40]!r}", means[worst])
@@ -188,29 +315,30 @@ class _Admission:
         """Another task's perfect answer, after this task's perfect calls: facts must be this task's own."""
         tasks = self._demonstrable()
         if len(tasks) < 2:
-            return Check("another task's answer", True, "too few demonstrations: not checked")
+            return _skipped("another task's answer", "too few demonstrations")
         shifted = tasks[1:] + tasks[:1]
         tries = [
             (task, [*self.gold[task.task_id][:-1], self.gold[other.task_id][-1]])
             for task, other in zip(tasks, shifted, strict=True)
             if self.gold[task.task_id][-1] != self.gold[other.task_id][-1]
         ]
-        scores = [await self._score(task, texts, "borrowed") for task, texts in tries] or [0.0]
+        if not tries:
+            return _skipped("another task's answer", "all demonstrations end alike")
+        scores = [await self._score(task, texts, "borrowed") for task, texts in tries]
         return Check("another task's answer", mean(scores) <= CONSTANT_LIMIT, f"{len(tries)} swapped", mean(scores))
 
-    async def _hedges(self) -> list[Check]:
-        checks = []
-        for name, tail in (("hedge: or maybe 7", " or maybe 7"), ("hedge: two answers", None)):
-            scores = []
-            for index, task in enumerate(tasks := self._demonstrable()):
-                texts, other = self.gold[task.task_id], self.gold[tasks[index - 1].task_id][-1]
-                if tail is None and other == texts[-1]:
-                    continue
-                answer = texts[-1] + (tail if tail is not None else f" / {other}")
-                scores.append(await self._score(task, [*texts[:-1], answer], name))
-            value = mean(scores) if scores else None
-            checks.append(Check(name, value is None or value <= HEDGE_LIMIT, "after the right answer", value))
-        return checks
+    async def _hedge(self, name: str, tail: str | None) -> Check:
+        """The right answer with ``tail`` after it, or with another task's answer."""
+        scores = []
+        for index, task in enumerate(tasks := self._demonstrable()):
+            texts, other = self.gold[task.task_id], self.gold[tasks[index - 1].task_id][-1]
+            if tail is None and other == texts[-1]:
+                continue
+            answer = texts[-1] + (tail if tail is not None else f" / {other}")
+            scores.append(await self._score(task, [*texts[:-1], answer], name))
+        if not scores:
+            return _skipped(name, "too few demonstrations")
+        return Check(name, mean(scores) <= HEDGE_LIMIT, "after the right answer", mean(scores))
 
     def _no_faults(self) -> Check:
         if not self.faults:
@@ -219,8 +347,9 @@ class _Admission:
         return Check("nothing raises", False, f"{len(self.faults)} faults, most often ({count}×) {kind}"[:300])
 
     def _latency(self) -> Check:
-        milliseconds = 1_000 * median(self.latencies) if self.latencies else None
-        return Check("time per try", True, "median milliseconds, tools included", milliseconds)
+        if not self.latencies:
+            return _skipped("time per try", "no try came to its end")
+        return Check("time per try", True, "median, tools included", 1_000 * median(self.latencies), "ms")
 
     def _demonstrable(self) -> list[Task]:
         return [task for task in self.tasks if task.task_id in self.gold]
@@ -228,3 +357,7 @@ class _Admission:
     def _gold_answers(self) -> list[str]:
         """All final answers of the demonstrations, the commonest first."""
         return [answer for answer, _ in Counter(texts[-1] for texts in self.gold.values()).most_common()]
+
+
+def _skipped(name: str, why: str) -> Check:
+    return Check(name, False, f"{why}: not checked", checked=False)

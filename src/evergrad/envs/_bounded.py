@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +18,10 @@ T = TypeVar("T")
 
 class TimeLimitError(Exception):
     """A bounded piece of code ran out of its seconds."""
+
+
+class StrayExitError(Exception):
+    """Bounded code raised what ends a task or a process, though nobody asked it to."""
 
 
 class _Interrupted(BaseException):
@@ -64,18 +68,23 @@ class _Watched(Generic[T]):
         self.coroutine, self.seconds = coroutine, seconds
 
     def __await__(self) -> Generator[Any, Any, T]:
-        if not _Alarm.available():
-            return (yield from self.coroutine.__await__())
+        watched = _Alarm.available()
         sent: Any = None
         thrown: BaseException | None = None
         while True:
-            _Alarm.arm(self.seconds)
+            if watched:
+                _Alarm.arm(self.seconds)
             try:
                 waited = self.coroutine.throw(thrown) if thrown is not None else self.coroutine.send(sent)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
+            except (Exception, KeyboardInterrupt, SystemExit, asyncio.CancelledError, _Interrupted):
+                raise
+            except BaseException as error:  # a GeneratorExit, for one; the code's own, since it does not come from the yield
+                raise StrayExitError(_raised(error)) from error
             finally:
-                _Alarm.disarm()
+                if watched:
+                    _Alarm.disarm()
             thrown = None
             try:
                 sent = yield waited
@@ -86,17 +95,45 @@ class _Watched(Generic[T]):
                 thrown = error
 
 
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {error}".rstrip(": ")
+
+
+def bounded_call(call: Callable[[], T], seconds: float) -> T:
+    """What ``call`` returns, within ``seconds`` where there is a timer.
+
+    Raises:
+        TimeLimitError: the seconds ran out; its cause leads to where.
+    """
+    if _Alarm.armed or not _Alarm.available():
+        return call()
+    _Alarm.arm(seconds)
+    try:
+        return call()
+    except _Interrupted as error:
+        raise TimeLimitError(f"took more than {seconds:g} s") from error
+    finally:
+        _Alarm.disarm()
+
+
 async def bounded(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
     """Awaits ``coroutine`` for at most ``seconds``, spinning included.
 
     Raises:
         TimeLimitError: the seconds ran out, also when the code swallowed the interruption.
+        StrayExitError: the code cancelled itself, or raised what is neither an error nor an exit.
     """
+    task = asyncio.current_task()
+    cancelled_before = task.cancelling() if task is not None else 0
     try:
         async with asyncio.timeout(seconds) as scope:
             result = await _Watched(coroutine, seconds)
     except _Interrupted:
         raise TimeLimitError(f"blocked for more than {seconds:g} s") from None
+    except asyncio.CancelledError as error:
+        if task is not None and task.cancelling() > cancelled_before:
+            raise
+        raise StrayExitError("raised CancelledError, and nothing had cancelled it") from error
     except TimeoutError:
         if scope.expired():
             raise TimeLimitError(f"took more than {seconds:g} s") from None

@@ -65,6 +65,8 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     result: str
+    refused: bool = False
+    """There is no such tool, or it takes no such arguments: answered without asking it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad.envs._bounded import TimeLimitError, bounded
+from evergrad.envs._bounded import StrayExitError, TimeLimitError, bounded
 from evergrad.envs._calls import Call, Malformed, convert, parse_reply
 from evergrad.envs._environment import BoundTool, Environment, ToolCall, ToolError
 from evergrad.types import Message
 
 _CAUGHT = (Exception, SystemExit)
-"""What code of an environment may raise without ending the process; a cancelled rollout stays cancelled."""
+"""What bounded code of an environment may raise without ending the process; a cancelled rollout stays cancelled."""
 
 
 MAX_REWARD = 1e9
@@ -85,8 +85,10 @@ class Episode:
         arguments: dict[str, Any] = {}
         if isinstance(parsed, Call) and not result:
             arguments, result = self._arguments(self._tools[name], parsed)
-            result = result or await self._run(self._tools[name], arguments)
-        self.environment.calls.append(ToolCall(text.strip(), name, arguments, result))
+        refused = bool(result)
+        if not refused:
+            result = await self._run(self._tools[name], arguments)
+        self.environment.calls.append(ToolCall(text.strip(), name, arguments, result, refused))
         return None if self._lost() else Message("tool", result)
 
     async def score(self) -> Score:
@@ -117,7 +119,9 @@ class Episode:
     def _lost(self) -> bool:
         try:
             return self.environment.lost()
-        except _CAUGHT as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # it awaits nothing, so that whatever it raises is its own
             raise EnvironmentFault(f"lost {_describe(error)}") from error
 
     def _refuse(self, parsed: Call | Malformed) -> str:
@@ -159,7 +163,7 @@ def _finite(value: Any) -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, TimeLimitError):
+    if isinstance(error, (TimeLimitError, StrayExitError)):
         return str(error)
     text = f"raised {type(error).__name__}: {error}".rstrip(": ")
     return text[:300]

@@ -6,11 +6,11 @@ import hashlib
 import importlib
 import inspect
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 
 from evergrad.config import nearest
+from evergrad.envs._author import line_in
 from evergrad.envs._environment import EnvError, Environment
 
 ENVIRONMENTS: dict[str, str] = {
@@ -65,22 +65,16 @@ def _import_file(path: Path) -> ModuleType:
     try:
         # Not through the import system: its cached bytecode can be that of an edit within the same second.
         exec(compile(source, str(path), "exec"), module.__dict__)
-    except EnvError:
+    except (EnvError, KeyboardInterrupt):
         del sys.modules[module_name]
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[module_name]
         cause = f"{type(error).__name__}: {error}".rstrip(": ")
-        where = f"{path}{_line(error, path)}"
+        line = line_in(path, error)
+        where = f"{path}:{line}" if line else str(path)
         raise EnvError(f"environment raised at import: {cause}", where=where, hint="fix that line and try again") from error
     return module
-
-
-def _line(error: BaseException, path: Path) -> str:
-    if isinstance(error, SyntaxError) and error.lineno:
-        return f":{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
-    return f":{frames[-1].lineno}" if frames else ""
 
 
 def _only_environment(module: ModuleType, where: str) -> type[Environment]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from evergrad.config import nearest, parse_config
+from evergrad.envs._author import AUTHOR_S, ask_author, place
 from evergrad.envs._environment import BoundTool, EnvError, Environment, TaskRow, content_hash
 from evergrad.envs._load import load_environment, source_hash
 from evergrad.types import Message, Task, ToolSpec
+
+T = TypeVar("T")
 
 SPLITS: Mapping[str, tuple[float, float]] = {"train": (0.0, 0.8), "heldout": (0.8, 0.9), "gate": (0.9, 1.0)}
 """Share of the hash range that each split owns. ``heldout`` is for measuring on the way, ``gate`` for promotion alone."""
@@ -37,7 +41,9 @@ class Taskset:
         self.environment_class: type[Environment] = load_environment(environment)
         self.name = self.environment_class.name
         self.config = parse_config(self.environment_class.Config, dict(config or {}), where=f"environment {self.name}")
-        contracts = self.environment_class.contracts()
+        contracts = self._ask("contracts", self.environment_class.contracts, "return the names of all contracts, as strings")
+        if not isinstance(contracts, tuple | list) or not all(isinstance(each, str) for each in contracts):
+            raise self._wrong("contracts", f"gave {contracts!r}"[:200], "return a tuple of strings, such as ('v1', 'v2')")
         if self.config.contract not in contracts:
             hint = nearest(self.config.contract, contracts)
             raise EnvError(f"environment '{self.name}' has no contract '{self.config.contract}'", hint=hint)
@@ -89,8 +95,8 @@ class Taskset:
             raise EnvError(f"no split '{split}'", hint=nearest(split, SPLITS))
         low, high = SPLITS[split]
         seen: set[str] = set()
-        misses = 0
-        for row in self.environment_class.tasks(Random(f"{self.name}/{split}/{seed}"), self.config):
+        misses, since = 0, time.monotonic()
+        for row in self._rows(Random(f"{self.name}/{split}/{seed}")):
             misses += 1
             if low <= _place(self.name, row) < high:
                 task = self.task(row)
@@ -98,8 +104,30 @@ class Taskset:
                     seen.add(task.task_id)
                     misses = 0
                     yield task
+                    since = time.monotonic()
             if misses >= _MISSES_ALLOWED:
                 return
+            if time.monotonic() - since > AUTHOR_S:
+                how = f"gave no new task of split '{split}' in {AUTHOR_S:g} s, in {misses} tries"
+                raise self._wrong("tasks", how, "make tasks quicker and more varied, or end when there are no more")
+
+    def _rows(self, rng: Random) -> Iterator[TaskRow]:
+        """The author's rows one by one, each checked; the clock stands while the caller has one."""
+        expected = "yield TaskRow(prompt, facts) from tasks(cls, rng, config), quickly, from the random numbers in rng"
+        rows = self._ask("tasks", lambda: iter(self.environment_class.tasks(rng, self.config)), expected)
+        while True:
+            row = self._ask("tasks", lambda: next(rows, None), expected)
+            if row is None:
+                return
+            if not isinstance(row, TaskRow):
+                raise self._wrong("tasks", f"yielded {row!r}"[:200], expected)
+            yield row
+
+    def _ask(self, what: str, call: Callable[[], T], expected: str) -> T:
+        return ask_author(self.environment_class, what, call, expected)
+
+    def _wrong(self, what: str, how: str, expected: str) -> EnvError:
+        return EnvError(f"{what}() {how}", where=place(self.environment_class, None, what), hint=expected)
 
     def task(self, row: TaskRow) -> Task:
         """A row as a task: its system message written from the tools, its id from all that it says.
@@ -116,12 +144,35 @@ class Taskset:
         metadata = {**row.facts, "slice": row.slice}
         content = [self.name, [each.as_dict() for each in prompt], metadata, self.contract()]
         task_id = f"{self.name}/{_hash(self.name, content)}"
-        limits = self.environment_class.limits_for(self.config)
+        limits = self._ask("limits_for", lambda: self.environment_class.limits_for(self.config), "return Limits(…)")
         return Task(task_id, self.name, prompt, self._tool_specs, limits, metadata)
 
     def open(self, task: Task) -> Environment:
-        """A fresh instance for one rollout of ``task``."""
-        return self.environment_class(task, self.config)
+        """A fresh instance for one rollout of ``task``.
+
+        Raises:
+            EnvError: the author's ``__init__`` raised.
+        """
+        expected = "take (self, task, config), call super().__init__(task, config) first, and leave slow work to setup()"
+        return self._ask("__init__", lambda: self.environment_class(task, self.config), expected)
+
+    def demonstration(self, task: Task) -> tuple[str, ...]:
+        """What a perfect agent says to ``task``; empty where nobody knows.
+
+        Raises:
+            EnvError: ``demonstrate`` raised, or gave something else than a list of texts.
+        """
+        expected = "return the replies of a perfect agent as a list of texts, or None"
+        environment = self.open(task)
+
+        def ask() -> Any:
+            texts = environment.demonstrate()
+            return texts if texts is None or isinstance(texts, str) else tuple(texts)
+
+        texts = self._ask("demonstrate", ask, expected)
+        if isinstance(texts, str) or not all(isinstance(each, str) for each in texts or ()):
+            raise self._wrong("demonstrate", f"gave {texts!r}"[:200], expected)
+        return texts or ()
 
 
 def split_of(name: str, row: TaskRow) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,10 @@ class ChatFormat:
             except Exception as error:
                 raise EngineError(f"the tokenizer cannot be loaded: {error}", where=str(folder)) from error
         self.stop_token_ids = self._stop_token_ids(eos_token_ids)
+        vocabulary = self._tokenizer.get_vocab() if self._tokenizer is not None else {}
+        self.longest_token = max(map(len, vocabulary), default=1)
+        """Characters of the longest token, at least: what bounds the text that fits a context."""
+        self._specials = self._special_texts()
 
     def prompt(self, body: ChatBody) -> tuple[int, ...]:
         """Token ids of the conversation, up to where the assistant speaks.
@@ -43,13 +49,37 @@ class ChatFormat:
         """
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise EngineError("the model has no chat template", where=str(self._folder), hint="use /inference/v1/generate")
-        messages = [{"role": message.role, "content": message.text()} for message in body.messages]
+        # Stands in a message's text for what reads like a special token, so that only the template can write one.
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        quoted: list[str] = []
+
+        def quote(found: re.Match[str]) -> str:
+            quoted.append(found.group())
+            return mark
+
+        messages = [{"role": message.role, "content": self._specials.sub(quote, message.text())} for message in body.messages]
         try:
-            # The template writes every special token itself; the tokenizer must not add its own on top.
-            encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+            shown = str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            head, *rest = shown.split(mark)
+            ids = self._ids(head)
+            for plain, part in zip(quoted, rest, strict=True):
+                ids += self._ids(plain, split_special_tokens=True) + self._ids(part)
         except Exception as error:
             raise EngineError(f"the chat template refuses these messages: {error}", where="messages") from error
-        return tuple(encoded["input_ids"])
+        return tuple(ids)
+
+    def _ids(self, text: str, **how: Any) -> list[int]:
+        # The template writes every special token itself; the tokenizer must not add its own on top.
+        return list(self._tokenizer.encode(text, add_special_tokens=False, **how)) if text else []
+
+    def _special_texts(self) -> re.Pattern[str]:
+        """Finds the text of any special token; the longest where one begins another."""
+        texts: set[str] = set()
+        if self._tokenizer is not None:
+            texts |= set(self._tokenizer.all_special_tokens)
+            texts |= {str(each.content) for each in self._tokenizer.added_tokens_decoder.values() if each.special}
+        found = sorted((text for text in texts if text), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, found)) if found else r"(?!)")
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Text of an answer, special tokens left out."""

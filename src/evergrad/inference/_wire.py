@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from evergrad.config import Config, ConfigError, parse_config
 from evergrad.types import Sampling
 
 BodyT = TypeVar("BodyT", bound=Config)
 
-Temperature = Annotated[StrictFloat, Field(ge=0, le=100, allow_inf_nan=False)]
+MIN_TEMPERATURE = 1e-4
+"""Below it, and above 0, logits divided by it leave the range of single precision."""
+
+_MAX_COMPLAINT = 1_000
+_NO_TOOLS = "is not supported: the agent's tools stand in its system message"
+_NO_CALLS = "is not supported: a call is the assistant's content, such as find(item=rope)"
+_UNSUPPORTED = {
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "parallel_tool_calls": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+}
+_UNSUPPORTED_IN_MESSAGE = {"tool_calls": _NO_CALLS, "function_call": _NO_CALLS}
+
+
+def _drawable(temperature: float) -> float:
+    if 0.0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"{temperature:g} is too small to draw with; give 0 for the likeliest token, or {MIN_TEMPERATURE:g}")
+    return temperature
+
+
+Temperature = Annotated[StrictFloat, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_drawable)]
 TopP = Annotated[StrictFloat, Field(gt=0, le=1)]
 TopK = Annotated[StrictInt, Field(ge=-1)]
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -56,7 +78,7 @@ class TextPart(Config):
 class ChatMessage(Config):
     """A message as the OpenAI wire has it."""
 
-    role: StrictStr
+    role: Literal["system", "user", "assistant", "tool"]
     content: StrictStr | tuple[TextPart, ...] | None = None
     name: StrictStr | None = None
     tool_call_id: StrictStr | None = None
@@ -77,7 +99,7 @@ class ChatBody(Config):
     """``POST /v1/chat/completions``: what the engine honours, then what it only accepts at its neutral value."""
 
     model: StrictStr
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1)]
+    messages: tuple[ChatMessage, ...]
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
@@ -144,7 +166,25 @@ def parse_body(model: type[BodyT], data: Any) -> BodyT:
     """
     if not isinstance(data, Mapping):
         raise ConfigError("the body must be a JSON object", where="request body")
-    return parse_config(model, _without_nulls(data), where="request body")
+    if model is ChatBody:
+        _check_chat(data)
+    try:
+        return parse_config(model, _without_nulls(data), where="request body")
+    except ConfigError as error:
+        raise ConfigError(error.what.replace("Value error, ", "")[:_MAX_COMPLAINT], where="request body") from error
+
+
+def _check_chat(data: Mapping[str, Any]) -> None:
+    """What OpenAI's wire has and this one does not, said in words instead of by the nearest spelling."""
+    messages = data.get("messages")
+    if messages == []:
+        raise ConfigError("messages is empty: give at least one, such as {role: user, content: …}", where="request body")
+    asked = [(key, complaint) for key, complaint in _UNSUPPORTED.items() if data.get(key)]
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, Mapping):
+            asked += [(f"messages.{index}.{key}", why) for key, why in _UNSUPPORTED_IN_MESSAGE.items() if message.get(key)]
+    if asked:
+        raise ConfigError(" ".join(asked[0]), where="request body")
 
 
 def _without_nulls(data: Any) -> Any:

@@ -8,13 +8,14 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from evergrad.config import ConfigError, nearest
 from evergrad.inference import _wire as wire
@@ -26,6 +27,14 @@ from evergrad.inference.engine import Engine, Event, RequestError
 from evergrad.inference.engine import Request as EngineRequest
 from evergrad.transfer import TransferError
 from evergrad.types import EvergradError, FinishReason, Sampling
+
+_MAX_BODY = 1 << 20
+"""Bytes of a request's body, where the context does not need more."""
+_BYTES_PER_ID = 16
+_LARGE_BODY = 1 << 16
+"""Bytes from which on a body is read in a thread, so that others are answered meanwhile."""
+_DISCARD_S = 5.0
+"""How long the rest of a body that is too large is read, so that its sender comes to read the answer."""
 
 
 class HttpError(Exception):
@@ -85,12 +94,14 @@ class EngineServer:
         self._steps = StepLoop(engine, self._deliver, self._bury)
         self._weights = WeightUpdates(self._steps)
         self._started = int(time.time())
+        self._loading = engine.config.awaits_weights
         self.app = self._build_app()
 
     def _build_app(self) -> FastAPI:
         app = FastAPI(title="Evergrad engine", lifespan=self._lifespan, docs_url=None, redoc_url=None, openapi_url=None)
         app.exception_handler(HttpError)(self._on_http_error)
         app.exception_handler(EvergradError)(self._on_evergrad_error)
+        app.exception_handler(ClientDisconnect)(self._on_disconnect)
         app.exception_handler(404)(self._on_not_found)
         app.exception_handler(405)(self._on_not_found)
         app.post("/inference/v1/generate")(self._generate)
@@ -119,10 +130,29 @@ class EngineServer:
         await asyncio.to_thread(self._steps.stop)
         self._weights.close()
 
+    # ---- requests
+
+    async def _read(self, model: type[wire.BodyT], request: Request) -> wire.BodyT:
+        if self._loading:
+            raise HttpError(503, "loading: the version to serve is not loaded yet; ask again soon", code="loading")
+        content = await _content(request, max(_MAX_BODY, _BYTES_PER_ID * self.engine.model.max_len))
+
+        def parse() -> wire.BodyT:
+            return wire.parse_body(model, _decode(content))
+
+        return await asyncio.to_thread(parse) if len(content) > _LARGE_BODY else parse()
+
+    async def _prompt(self, body: wire.ChatBody) -> tuple[int, ...]:
+        """The conversation's ids. What cannot fit is refused before it is tokenized, which takes seconds for a large text."""
+        size, limit = sum(len(message.text()) for message in body.messages), self.engine.model.max_len
+        if size > limit * self.chat.longest_token:
+            raise RequestError(f"the messages have {size} characters, which no {limit} tokens hold", where="messages")
+        return await asyncio.to_thread(self.chat.prompt, body)
+
     # ---- generation
 
     async def _generate(self, request: Request) -> Response:
-        body = wire.parse_body(wire.GenerateBody, await _json(request))
+        body = await self._read(wire.GenerateBody, request)
         if body.model is not None:
             self._check_model(body.model)
         params = body.sampling_params
@@ -223,9 +253,9 @@ class EngineServer:
         return _reply({"object": "list", "data": data})
 
     async def _chat_completions(self, request: Request) -> Response:
-        body = wire.parse_body(wire.ChatBody, await _json(request))
+        body = await self._read(wire.ChatBody, request)
         self._check_model(body.model)
-        token_ids = self.chat.prompt(body)
+        token_ids = await self._prompt(body)
         limit = body.max_completion_tokens or body.max_tokens or self.engine.model.max_len
         sampling = Sampling(
             body.temperature,
@@ -270,9 +300,9 @@ class EngineServer:
 
     async def _health(self) -> Response:
         trouble = self._steps.trouble()
-        status = "ok" if trouble is None else "failing"
+        status = "failing" if trouble is not None else "loading" if self._loading else "ok"
         body = {"status": status, "reason": trouble, "policy_version": self.engine.policy_version}
-        return _reply(body, 200 if trouble is None else 503)
+        return _reply(body, 200 if status == "ok" else 503)
 
     async def _metrics(self) -> Response:
         engine = self.engine
@@ -310,12 +340,15 @@ class EngineServer:
 
     async def _update(self, data: Any) -> Any:
         body = wire.parse_body(wire.UpdateBody, data)
-        return await self._or_conflict(lambda: self._weights.update(body.manifest))
+        report = await self._or_conflict(lambda: self._weights.update(body.manifest))
+        self._loading = False
+        return report
 
     async def _load(self, data: Any) -> Any:
         body = wire.parse_body(wire.LoadBody, data)
 
         def rename() -> None:
+            self._loading = False
             if body.served_names is not None:
                 self.served_names = body.served_names
 
@@ -368,6 +401,10 @@ class EngineServer:
         if isinstance(error, (EngineError, TransferError)):
             return HttpError(400, str(error), code="refused", param=error.where).response()
         return HttpError(500, str(error), code="internal").response()
+
+    async def _on_disconnect(self, request: Request, error: Exception) -> Response:
+        # Nobody reads it: the client left while it was sending its body.
+        return HttpError(499, "the client closed the connection", code="client_closed").response()
 
     async def _on_not_found(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
@@ -509,8 +546,24 @@ def _new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-async def _json(request: Request) -> Any:
-    return _decode(await request.body())
+async def _content(request: Request, limit: int) -> bytes:
+    """The body of a request; one of more than ``limit`` bytes is refused, whether or not its length was told before."""
+    length = request.headers.get("content-length", "")
+    told = int(length) if length.isascii() and length.isdigit() else 0
+    content, stream = bytearray(), request.stream()
+    if told <= limit:
+        async for chunk in stream:
+            content += chunk
+            if len(content) > limit:
+                break
+        else:
+            return bytes(content)
+    if "expect" not in request.headers:  # who asks before sending need not send
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                async for _ in stream:
+                    pass
+    raise HttpError(413, f"the body has more than the {limit} bytes that this model's context can need", code="too_large")
 
 
 def _decode(body: bytes) -> Any:

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from evergrad.envs import EnvironmentFault, Episode, Taskset, VerifierFault
+from evergrad.envs import EnvError, EnvironmentFault, Episode, Taskset, VerifierFault
 from evergrad.rollouts._renderer import Renderer, RendererError
 from evergrad.types import (
     Completion,
@@ -180,6 +180,8 @@ async def greedy_rollout(
 def _open(taskset: Taskset, task: Task) -> Episode:
     try:
         return Episode(taskset.open(task))
+    except EnvError as error:
+        raise EnvironmentFault(str(error)[:300]) from error
     except Exception as error:
         raise EnvironmentFault(f"opening raised {type(error).__name__}: {error}"[:300]) from error
 

@@ -40,7 +40,7 @@ async def demonstrate(tasks: Iterable[Task], taskset: Taskset, renderer: Rendere
     """
     groups = []
     for task in tasks:
-        texts = taskset.open(task).demonstrate()
+        texts = taskset.demonstration(task)
         if not texts:
             raise EvergradError(
                 "nobody can demonstrate this task",
@@ -59,9 +59,19 @@ async def demonstrate(tasks: Iterable[Task], taskset: Taskset, renderer: Rendere
         )
         if not rollout.success:
             fault = rollout.fault or f"reward {rollout.reward}"
-            raise EvergradError(f"its demonstration fails: {fault}", where=task.task_id, hint="run 'evergrad env test'")
+            raise EvergradError(f"its demonstration fails: {fault}", where=task.task_id, hint=_hint(fault))
         groups.append(RolloutGroup(rollout.group_id, (rollout,)))
     return tuple(groups)
+
+
+def _hint(fault: str) -> str:
+    if fault.startswith("truncated"):
+        return "shorten the reply, or raise limits.max_tokens_per_turn in the environment"
+    if fault.startswith("out_of_turns"):
+        return "demonstrate in fewer turns, or raise limits.max_turns in the environment"
+    if fault.startswith("out_of_tokens"):
+        return "shorten the prompt or the tools' results, or raise limits.max_total_tokens in the environment"
+    return "'evergrad env test' shows what fails"
 
 
 def complete(

@@ -38,7 +38,9 @@ def guarded(call: Callable[[], Any], *, debug: bool = False, stderr: TextIO | No
         # The reader, such as `head`, has seen enough. Python would complain once more when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except (Exception, KeyboardInterrupt) as error:
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # also what is no Exception, such as a stray CancelledError: one line, as for all others
         if debug:
             traceback.print_exception(error, file=out)
         line, code = explain(error)

@@ -39,7 +39,7 @@ async def engine_on(run: Path, version: ModelVersion, names: Sequence[str], *, p
     Raises:
         EvergradError: the base model is not there, the port is taken, or the engine did not start.
     """
-    config = EngineConfig(model=str(base_model(version.base_model)))
+    config = EngineConfig(model=str(base_model(version.base_model)), awaits_weights=True)
     async with LocalPlacement(run / "logs") as placement:
         worker = await placement.start("serve", "evergrad.inference", config, ("--port", str(port)))
         async with EngineClient(worker.base_url, worker.token) as client:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from evergrad.service._screen import cell, console, table
+
+_DEFAULT_MODEL = "smollm2-135m"
 
 
 def list_environments() -> None:
@@ -29,16 +32,35 @@ def try_environment(name: str, overrides: Sequence[str], *, n: int, seed: int) -
     from evergrad.config import parse_overrides
     from evergrad.envs import test_environment
 
-    report = test_environment(name, parse_overrides(overrides), n=n, seed=seed)
-    styles = {"pass": "green", "FAIL": "bold red"}
+    report = test_environment(name, parse_overrides(overrides), n=n, seed=seed, **_token_count())
+    styles = {"pass": "green", "FAIL": "bold red", "skip": "yellow"}
     rows = [(check, cell(word, styles[word]), figure, detail) for check, word, figure, detail in report.rows()]
     screen = console()
     screen.print(
         table(("check", "", "figure", "detail"), rows, right=("figure",), title=f"{report.environment}, {report.tasks} tasks")
     )
-    failed = sum(not check.passed for check in report.checks)
+    failed, skipped = len(report.failed), len(report.skipped)
+    unchecked = f", {skipped} not checked" if skipped else ""
     if failed:
-        screen.print(cell(f"{failed} of {len(report.checks)} checks failed: do not train on these rewards yet.", "bold red"))
+        what = f"{failed} of {len(report.checks)} checks failed{unchecked}: do not train on these rewards yet."
+        screen.print(cell(what, "bold red"))
         return 1
-    screen.print(cell(f"All {len(report.checks)} checks passed.", "green"))
+    passed = len(report.checks) - skipped
+    screen.print(cell(f"{passed} passed{unchecked}." if skipped else f"All {passed} checks passed.", "green"))
     return 0
+
+
+def _token_count() -> dict[str, Any]:
+    """How many tokens a reply has for the model that runs train unless told otherwise; nothing where it was never made."""
+    from evergrad.registry import default_cache
+
+    found = sorted(default_cache().glob(f"{_DEFAULT_MODEL}-*/tokenizer.json"))
+    if not found:
+        return {}
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(found[-1]))
+    return {
+        "count_tokens": lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids) + 1,
+        "counted_by": f"the tokenizer of {_DEFAULT_MODEL}",
+    }

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 import signal
+import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from evergrad.envs import Taskset
 from evergrad.service._edge import DONE, explain
 from evergrad.service._engines import RunningEngine, engine_on
 from evergrad.service._models import find_served, open_registry
-from evergrad.types import EvergradError, ModelVersion
+from evergrad.service._runs import run_config
+from evergrad.types import EvergradError, Message, ModelVersion
 
 POLL_S = 1.0
 """How often the alias is looked up; a promotion or rollback shows at the endpoint about this much later."""
 
 _HINTS = """
-  curl {url}/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{alias}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+  curl {url}/chat/completions -H 'Content-Type: application/json' -d {body}
 
   from openai import OpenAI
   chat = OpenAI(base_url="{url}", api_key="none").chat.completions
-  print(chat.create(model="{alias}", messages=[{{"role": "user", "content": "Hello"}}]).choices[0].message.content)
+  messages = {messages}
+  print(chat.create(model={alias}, messages=messages, temperature=0).choices[0].message.content)
+
+A reply is a call of a tool, for you to execute and send back as {{"role": "tool", "content": "…"}}, or the answer.
 """
 
 
@@ -33,6 +41,8 @@ def serve_alias(run: Path, alias: str, port: int) -> int:
         EvergradError: nothing is promoted to ``alias``, the port is taken, or the engine died.
     """
     version = find_served(run, alias)
+    _check_port(port)
+    print(f"loading {version.version_id}…", flush=True)
     return asyncio.run(_serve(run, alias, version, port))
 
 
@@ -42,7 +52,7 @@ async def _serve(run: Path, alias: str, version: ModelVersion, port: int) -> int
     async with engine_on(run, version, _names(alias, version), port=port) as engine:
         url = f"{engine.base_url}/v1"
         print(f"{alias} is {version.version_id}, at {url} (Ctrl-C ends it)", flush=True)
-        print(_HINTS.format(url=url, alias=alias), flush=True)
+        print(_hints(run, alias, url), flush=True)
         tasks = {
             asyncio.create_task(engine.placement.watch(), name="watch the engine"),
             asyncio.create_task(_follow(run, alias, version, engine), name="follow the alias"),
@@ -78,6 +88,38 @@ async def _follow(run: Path, alias: str, version: ModelVersion, engine: RunningE
                 continue
             version = following
             print(f"{alias} is now {version.version_id}", flush=True)
+
+
+def _check_port(port: int) -> None:
+    """Before a model is made or loaded for nothing."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise EvergradError(
+                f"port {port} cannot be bound: {error.strerror}",
+                where="127.0.0.1",
+                hint="stop what listens there, choose another --port, or give --port 0 for a free one",
+            ) from error
+
+
+def _hints(run: Path, alias: str, url: str) -> str:
+    """How to talk to the endpoint: a request as the run's own environment would make it."""
+    messages = [each.as_dict() for each in _first_request(run)]
+    body = {"model": alias, "messages": messages, "temperature": 0}
+    return _HINTS.format(url=url, alias=json.dumps(alias), body=shlex.quote(json.dumps(body)), messages=json.dumps(messages))
+
+
+def _first_request(run: Path) -> Sequence[Message]:
+    """System message and request of a task of the environment as it is deployed; a greeting where it cannot be loaded."""
+    try:
+        environment = run_config(run)["environment"]
+        state = run / "state.json"
+        deployed = json.loads(state.read_text(encoding="utf-8")).get("deployed") if state.is_file() else None
+        return Taskset(environment["name"], deployed or environment.get("settings", {})).tasks("train", 1)[0].prompt
+    except (EvergradError, OSError, ValueError, LookupError, TypeError):
+        return (Message("user", "Hello"),)
 
 
 def _names(alias: str, version: ModelVersion) -> tuple[str, str]:

@@ -62,6 +62,7 @@ def run_worker(
 
 def announce(listener: socket.socket) -> None:
     """Says ``{"ready": true, "port": N, "pid": P}`` on standard output: the one line that a parent waits for."""
+    listener.listen(1024)  # the server listens a moment later; who reads the line may connect at once
     print(json.dumps({"ready": True, "port": listener.getsockname()[1], "pid": os.getpid()}), flush=True)
 
 
