@@ -37,9 +37,10 @@ from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rol
 
 LETTERS = Path(__file__).parents[2] / "examples" / "letters.py"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-WORDS = st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=["Cc"]), max_size=8)
-VALUES = st.one_of(st.integers(-9, 9), st.booleans(), st.floats(-1e9, 1e9), WORDS, st.lists(st.integers(0, 9), max_size=3))
-KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+WORDS = st.text(alphabet=st.characters(codec="utf-8"), max_size=8)
+PLAIN = st.one_of(st.integers(-9, 9), st.booleans(), st.floats(-1e9, 1e9), WORDS)
+VALUES = st.one_of(PLAIN, st.lists(st.one_of(PLAIN, st.dictionaries(WORDS, PLAIN, max_size=2)), max_size=3))
+KEYS = st.one_of(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), WORDS)
 TABLES = st.recursive(
     st.dictionaries(KEYS, VALUES, max_size=4),
     lambda inner: st.dictionaries(KEYS, st.one_of(VALUES, inner, st.lists(inner, min_size=1, max_size=2)), max_size=3),
@@ -50,6 +51,43 @@ TABLES = st.recursive(
 @given(TABLES)
 def test_toml_reads_back_as_written(data: dict[str, Any]) -> None:
     assert tomllib.loads(to_toml(data)) == data
+
+
+@pytest.mark.parametrize("name", ["letters@v1", "a.b", 'say "hi"', "\x7f", "größe", "", "line\nbreak"])
+def test_a_run_goes_on_whatever_its_keys_are(tmp_path: Path, name: str) -> None:
+    config = load_config(RunConfig, EXAMPLES[0])
+    environment = config.environment.model_copy(update={"settings": {name: {name: name}}})
+    odd = config.model_copy(update={"gate": config.gate.model_copy(update={"guards": {name: 0.1}}), "environment": environment})
+    for _ in range(2):
+        RunFolder(tmp_path, odd).close()
+    assert load_config(RunConfig, tmp_path / "config.toml") == odd
+
+
+def test_what_toml_cannot_hold_leaves_no_configuration_behind(tmp_path: Path) -> None:
+    config = load_config(RunConfig, EXAMPLES[0]).model_copy(update={"name": "\udcff"})
+    with pytest.raises(EvergradError, match="cannot be written as TOML"):
+        RunFolder(tmp_path, config)
+    assert not (tmp_path / "config.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"cycle": 1, "stage": "sleep"}', '{"cycle": 1, "stage": "learn", "x": 1}',
+     '{"cycle": "one", "stage": "learn"}', '{"cycle": 1, "stage": "learn", "steps": 3}', "[" * 100_000],
+)  # fmt: skip
+def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
+    folder = RunFolder(tmp_path, load_config(RunConfig, EXAMPLES[0]))
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(EvergradError, match=r"state cannot be read: .*state\.json.*Next: "):
+        folder.load_state(LoopState())
+    folder.close()
+
+
+@pytest.mark.parametrize("text", ["name = ", "\x00", "a = " + "[" * 100_000])
+def test_a_broken_resolved_configuration_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(EvergradError, match=r"not valid TOML.*config\.toml.*Next: "):
+        RunFolder(tmp_path, load_config(RunConfig, EXAMPLES[0]))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -80,6 +80,7 @@ def test_bad_input_is_one_line_that_names_what_exists(cli: Cli, run: Path, argum
     assert result.code == 2
 
 
+CHANGE = '[[traffic.changes]]\nsettings = { contract = "v2" }\n'
 GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
 
 
@@ -95,6 +96,20 @@ GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
         (GOOD, ["--set", "learn.rl.steps"], "is not key=value"),
         (GOOD, ["--set", "learn.rl.steps=many"], "learn.rl.steps"),
         (GOOD, ["--set", "budget.usd=0"], "budget.usd"),
+        (GOOD, ["--set", "budget.usd=inf"], "budget.usd: inf is not a finite number"),
+        (GOOD, ["--set", "gate.guards.x=nan"], "gate.guards.x: nan is not a finite number"),
+        (GOOD, ["--set", "environment.settings.x=-inf"], "environment.settings.x: -inf is not a finite number"),
+        (GOOD, ["--set", "seed=true"], "seed: Value error, true is not a number"),
+        (GOOD, ["--set", "learn.rl.steps=true"], "true is not a number"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.5.settings=1"], "no entry '5'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.x=1"], "no entry 'x'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.x.y=1"], "no entry 'x'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.-1=1"], "no entry '-1'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.²=1"], "no entry '²'"),
+        (GOOD, ["--set", "environment.settings" + ".a" * 40 + "=1"], "nested more than 32 levels"),
+        (GOOD, ["--set", "seed=" + "[" * 5000], "nested more than 32 levels"),
+        (GOOD + "x = " + "[" * 5000, [], "nested more than 32 levels"),
+        (GOOD + "x = " + "9" * 5000, [], "not valid TOML"),
         (GOOD, ["--set", "budget.cycles=0"], "budget.cycles"),
         (GOOD, ["--set", "learn.rl.group_size=1"], "group_size"),
         (GOOD, ["--set", "environment.name=suport_desk"], "did you mean 'support_desk'?"),
