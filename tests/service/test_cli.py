@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -236,6 +237,38 @@ def test_rollback_and_promotion_by_hand_are_on_record(cli: Cli, run: Path) -> No
     ]
     assert moves[2].reason == "it was rude"
     assert moves[4].reason == "by hand, without the gate: drill"
+
+
+def test_every_promotion_by_hand_keeps_a_reason_of_its_own(cli: Cli, run: Path) -> None:
+    """Not the gate's word: what a person once decided is no evidence for what another decides later."""
+    assert cli("model", "promote", "demo-c1-sft", "--reason", "drill").code == 0
+    assert cli("model", "rollback").out == "production: demo-c1-sft → demo-c1-rl\n"
+    again = cli("model", "promote", "demo-c1-sft", "--reason", "second drill").out
+    assert "No verdict of the gate stands behind this." in again
+    cli("model", "promote", "demo-c1-rl", "--reason", "over")
+    cli("model", "rollback")
+    cli("model", "rollback")
+    cli("model", "rollback")
+    cli("model", "promote", "demo-c1-rl", "--reason", "as ruled")
+    with Registry(run / "registry.sqlite") as registry:
+        reasons = [move.reason for move in registry.history("production") if move.action == "promote"]
+    assert reasons == [
+        "46 wins, 1 loss of 96 pairs",
+        "by hand, without the gate: drill",
+        "by hand, without the gate: second drill",
+        "46 wins, 1 loss of 96 pairs; by hand: over",
+        "46 wins, 1 loss of 96 pairs; by hand: as ruled",
+    ]
+
+
+def test_what_only_programs_read_is_shown_to_them(cli: Cli, run: Path) -> None:
+    with Registry(run / "registry.sqlite") as registry:
+        shown = registry.get("demo-c1-rl")
+        metadata = {"cycle": 3, "probe": {"token_ids": [1, 2], "logprobs": [-1.5]}}
+        registry.register(dataclasses.replace(shown, version_id="probed", metadata=metadata))
+    assert "probe:" not in cli("model", "show", "probed").out
+    assert "logprobs" not in cli("model", "show", "probed").out
+    assert json.loads(cli("model", "show", "probed", "--json").out)["metadata"]["probe"]["logprobs"] == [-1.5]
 
 
 def test_the_newest_run_is_taken(cli: Cli, run: Path) -> None:
