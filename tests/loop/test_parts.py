@@ -24,10 +24,11 @@ from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
 from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
-from evergrad.loop._measuring import _incumbent
+from evergrad.loop._measuring import _incumbent, _serves_already
 from evergrad.loop._probe import require_equal
 from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
+from evergrad.loop._session import Session
 from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig
 from evergrad.loop.controller import _finished
@@ -185,6 +186,35 @@ async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path, monke
             await placement.start("nobody", "no_such_module", GateConfig())
 
 
+WRITES_AND_WAITS = (
+    "import json, os, sys, time\nsys.stderr.write(os.environ['SAYS'])\nsys.stderr.flush()\n"
+    "print(json.dumps({'ready': True, 'port': 1}), flush=True)\ntime.sleep(600)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("", "it said nothing"),
+        ("out of memory\n", "out of memory"),
+        ("Loading weights:  50%|###   | 1/2\rLoading weights: 100%|######| 2/2\nout of memory\n", "out of memory"),
+        ("one\n\ntwo\nthree\nfour\n", "two | three | four"),
+    ],
+)
+async def test_a_death_is_told_in_the_words_of_that_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, told: str
+) -> None:
+    (tmp_path / "writes_and_waits.py").write_text(WRITES_AND_WAITS)
+    (tmp_path / "victim.log").write_text("what an earlier process said\n" * 5)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("SAYS", says)
+    async with LocalPlacement(tmp_path) as placement:
+        worker = await placement.start("victim", "writes_and_waits", GateConfig())
+        os.kill(worker.process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"\(signal 9\): {re.escape(told)} \("):
+            await placement.watch()
+
+
 def measured(version_id: str, suite: str, score: float, n: int = 4) -> dict[str, Any]:
     report = EvalReport(version_id, suite, {f"t{i}": score for i in range(n)}, "hash")
     tries = [Rollout(f"r{i}", "g", f"t{i}", (), Outcome.SCORED, score, usage=Usage(completion_tokens=1 + i)) for i in range(n)]
@@ -246,6 +276,68 @@ def test_the_incumbent_is_what_serves_or_what_the_candidate_replaced(saved: str 
     )
     assert _incumbent(session, version("candidate")).version_id == beaten
     assert saves == ([] if saved == beaten else [beaten])
+
+
+HAND = {"by_hand": True}
+
+
+@pytest.mark.parametrize(
+    ("known", "moves", "told"),
+    [
+        (None, [("t-c1-sft", {})], None),
+        ("t-c1-sft", [("t-c1-sft", {}), ("t-c1-rl", {})], None),  # killed between the promotion and the end of the stage
+        ("t-c1-sft", [("t-c1-sft", {}), ("t-c1-rl", HAND)], "t-c1-sft → t-c1-rl (promote: why)"),
+        ("t-c1-sft", [("t-c1-sft", {}), ("other", {})], "t-c1-sft → other (promote: why)"),
+        ("t-c1-rl", [("t-c1-sft", {}), ("t-c1-rl", {}), None], "t-c1-rl → t-c1-sft (rollback: rude)"),
+    ],
+)
+async def test_a_move_by_hand_is_told_once(
+    tmp_path: Path, known: str | None, moves: list[tuple[str, dict[str, Any]] | None], told: str | None
+) -> None:
+    events: list[str] = []
+    with Registry(tmp_path / "registry.sqlite") as registry:
+        for name in ("t-c1-sft", "t-c1-rl", "other"):
+            registry.register(version(name))
+        for move in moves:
+            if move is None:
+                registry.rollback("production", "rude")
+            else:
+                ruling = Verdict(True, ("why",), move[1], move[0], registry.resolve("production"))
+                registry.promote("production", move[0], ruling)
+
+        async def follow() -> ModelVersion:
+            return registry.find("production")
+
+        session: Any = SimpleNamespace(
+            serving=SimpleNamespace(follow=follow),
+            state=LoopState(serving=known),
+            registry=registry,
+            version_id=lambda note: f"t-c1-{note}",
+            event=events.append,
+        )
+        for _ in range(2):
+            await Session.follow(session)
+    assert events == ([f"production was moved by hand: {told}"] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("candidate", "serves", "incumbent", "nothing_to_measure"),
+    [
+        ("t-c1-sft", "t-c1-sft", None, True),
+        ("t-c1-sft", "other", None, False),
+        ("t-c1-sft", "t-c1-sft", "other", False),  # promoted by this very stage, and killed before it ended
+        ("t-c1-rl", "t-c1-rl", "t-c1-sft", False),
+    ],
+)
+def test_a_cycle_without_rl_steps_measures_nothing_twice(
+    candidate: str, serves: str, incumbent: str | None, nothing_to_measure: bool
+) -> None:
+    session: Any = SimpleNamespace(
+        version_id=lambda note: f"t-c1-{note}",
+        registry=SimpleNamespace(resolve=lambda alias: serves),
+        state=LoopState(incumbent=incumbent),
+    )
+    assert _serves_already(session, version(candidate)) is nothing_to_measure
 
 
 def test_steps_without_a_finite_gradient_are_told_and_then_end_the_run() -> None:
@@ -312,7 +404,7 @@ class _Measuring:
         self.config = load_config(RunConfig, next(path for path in EXAMPLES if path.stem == "demo_short"))
         self.folder, self.state, self.engine, self.renderer = SimpleNamespace(path=folder), LoopState(), None, None
         self.clock = SimpleNamespace(phase=lambda name: nullcontext())
-        self.console = SimpleNamespace(stage=lambda *_: nullcontext(), advance=lambda note: None)
+        self.console = SimpleNamespace(stage=lambda *_: nullcontext(), advance=lambda note: None, note=lambda text: None)
         self.tasks = Taskset(self.config.environment.name, settings)
         self.saved: list[dict[str, Any]] = []
         self.measurements = 0

@@ -200,6 +200,18 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: Path) -> None:
     assert "r-0" in done.stdout
 
 
+@pytest.mark.parametrize("arguments", [["run", "x.toml"], ["model", "list"], ["cost"]])
+def test_ctrl_c_is_said(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for target in ("evergrad.loop.controller.run_loop", "evergrad.service._runs.find_run"):
+        monkeypatch.setattr(target, interrupted)
+    result = cli(*arguments)
+    assert result.err.splitlines()[-1] == "interrupted"
+    assert result.code == 130
+
+
 # ── Looking at a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -269,6 +281,32 @@ def test_what_only_programs_read_is_shown_to_them(cli: Cli, run: Path) -> None:
     assert "probe:" not in cli("model", "show", "probed").out
     assert "logprobs" not in cli("model", "show", "probed").out
     assert json.loads(cli("model", "show", "probed", "--json").out)["metadata"]["probe"]["logprobs"] == [-1.5]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "model =", "[environment]", 'model = "tiny"\nenvironment = "x"', '[environment]\nname = "support_desk"', "\x00"],
+)
+def test_a_broken_configuration_of_a_run_is_named(cli: Cli, run: Path, text: str) -> None:
+    (run / "config.toml").write_text(text)
+    for command_line in (["eval"], ["rollouts", "show", "r-1", "--tokens"]):
+        told = cli(*command_line).error()
+        assert "runs/demo/config.toml" in told
+        assert "Next: " in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"usd_per_success": "x"}', '{"usd_per_million_tokens": []}', '{"intelligence_per_dollar": 3}',
+     '{"intelligence_per_dollar": {"ci95": 3}}', '{"intelligence_per_dollar": {"ci95": [1, "x"]}}', "[" * 100_000],
+)  # fmt: skip
+def test_a_broken_report_is_named_by_cost(cli: Cli, run: Path, text: str) -> None:
+    with Ledger(run / "ledger.sqlite"):
+        pass
+    (run / "report.json").write_text(text)
+    told = cli("cost").error()
+    assert "runs/demo/report.json" in told
+    assert "Next: " in told
 
 
 def test_the_newest_run_is_taken(cli: Cli, run: Path) -> None:

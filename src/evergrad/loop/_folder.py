@@ -58,6 +58,8 @@ class LoopState:
     """Earlier deployed settings, oldest first: what must not be forgotten."""
     checkpoint: str | None = None
     """Folder name under ``checkpoints/`` that belongs to this state."""
+    serving: str | None = None
+    """What this run last put behind ``production``, or found there: another version there was moved by hand."""
     watch_checks: int = 0
     changes_applied: int = 0
     wall_s: float = 0.0

@@ -12,7 +12,6 @@ from evergrad.service._runs import REGISTRY
 from evergrad.service._screen import cell, console, print_json, table
 from evergrad.types import InputError, ModelVersion, Verdict
 
-
 _FOR_PROGRAMS = ("probe",)
 """Metadata of a version that says nothing to a person; ``--json`` shows it."""
 
