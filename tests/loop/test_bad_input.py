@@ -56,6 +56,7 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("seed = 5", 'seed = 5\nprice_book = "absent.toml"', ["not found", "absent.toml"]),
         ("min_n = 12", 'min_n = 12\nguards = { "letters@v3" = 0.1 }', ["gate.guards", "letters@v3", "did you mean 'letters@v"]),
         ("[eval]\nn = 12", "[eval]\nn = 900000", ["eval.n = 900000", "letters@v", "gave only"]),
+        ("requests = 4", "requests = 900000", ["watch.requests = 900000", "gave only"]),
         ("demonstrations = 96", "demonstrations = 900000", ["warm_start.demonstrations = 900000", "gave only"]),
         ("letters.py", "absent.py", ["environment file not found: neither", "nor", "absent.py", "configuration file"]),
     ],

@@ -22,16 +22,17 @@ from evergrad.envs import Taskset
 from evergrad.evals import GateConfig
 from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
+from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
-from evergrad.loop._measuring import _incumbent, _serves_already
+from evergrad.loop._measuring import _incumbent, _record_score, _serves_already
 from evergrad.loop._probe import require_equal
 from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
 from evergrad.loop._session import Session
 from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig
-from evergrad.loop.controller import _finished
+from evergrad.loop.controller import _announcement, _finished
 from evergrad.loop.placement import LocalPlacement, WorkerDied
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
@@ -276,6 +277,55 @@ def test_the_incumbent_is_what_serves_or_what_the_candidate_replaced(saved: str 
     )
     assert _incumbent(session, version("candidate")).version_id == beaten
     assert saves == ([] if saved == beaten else [beaten])
+
+
+@pytest.mark.parametrize("aliases", [[], ["production"]])
+def test_the_summary_has_dollars_and_says_what_to_do_next(aliases: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cycle = {"cycle": 1, "suite": "desk", "score_before": 0.5, "score_after": 1.0, "ci95": None, "n": 4, "verdict": "promoted"}
+    report = {
+        "name": "t",
+        "cycles": [{**cycle, "usd": 0.0123, "other_suites": {}}],
+        "cost": {"by_phase": {"eval": 0.0123, "idle": None}, "total_usd": 1.5},
+        "usd_per_million_tokens": 0.124,
+        "usd_per_success": None,
+        "intelligence_per_dollar": {"value": None, "ci95": None},
+        "wall_s": 60.0,
+        "versions": [{"aliases": aliases}],
+    }
+    LoopConsole().summary(report, Path("runs/t"))
+    told = capsys.readouterr().out
+    for words in ("$0.0123", "$1.50", "$0.1240 per million tokens", "– per success"):
+        assert words in told
+    assert ("evergrad serve --run runs/t" in told) == bool(aliases)
+
+
+@pytest.mark.parametrize(
+    ("slices", "told"), [({}, ": 1.000 (n = 4, 2 s)"), ({f"t{i}": "easy" for i in range(4)}, ": 1.000 (easy 1.00, n = 4, 2 s)")]
+)
+def test_slices_without_a_name_are_left_out(slices: dict[str, str], told: str) -> None:
+    events: list[str] = []
+    session: Any = SimpleNamespace(state=LoopState(), event=events.append, save_state=lambda: None)
+    report = EvalReport("a", "desk", {f"t{i}": 1.0 for i in range(4)}, "hash", slices=slices)
+    _record_score(session, score_row(report, [], None, 2.0))
+    assert events[0].endswith(told)
+    assert "" not in session.state.scores[0]["slices"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        (Stage.WARM_START, "warm start: 24 demonstrations in 6 steps"),
+        (Stage.LEARN, "RL: up to 3 steps of 4 × 5 rollouts"),
+        (Stage.MEASURE, ""),
+        (Stage.WATCH, "live traffic: 7 requests a check"),
+    ],
+)
+def test_each_stage_says_what_it_will_do(stage: Stage, told: str) -> None:
+    learn = {"warm_start": {"demonstrations": 16, "replay": 8, "batch_size": 8, "epochs": 2}}
+    learn |= {"rl": {"steps": 3, "groups_per_step": 4, "group_size": 5}}
+    config = RunConfig.model_validate({"environment": {"name": "reasoning"}, "learn": learn, "watch": {"requests": 7}})
+    session: Any = SimpleNamespace(config=config, recipe=config.learn, state=LoopState(stage=stage, known=[{}]))
+    assert _announcement(session) == told
 
 
 HAND = {"by_hand": True}

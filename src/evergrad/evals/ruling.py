@@ -240,7 +240,7 @@ def _rule_primary(ruling: _Ruling, suite: str, candidate: Reports, incumbent: Re
     # A mean of differences that cancel out is zero up to rounding only.
     tied = abs(pairs.delta) < 1e-12
     if tied and _mean(before) >= 1.0:
-        ruling.refusals.append(f"{told}: the incumbent already scores 1.000: nothing to gain; it goes on serving")
+        ruling.refusals.append(f"{told}: tied; the incumbent already scores 1.000: nothing to gain, it goes on serving")
     elif tied:
         ruling.refusals.append(f"{told}: tied")
     elif pairs.delta < 0:

@@ -12,6 +12,7 @@ from evergrad.envs import Taskset
 from evergrad.ledger import CPU_RESOURCE, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
+from evergrad.loop._learning import BASE_TRIES
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import derive_seed
@@ -83,13 +84,17 @@ def _suite(taskset: Taskset) -> str:
 
 
 def _check_tasks(config: RunConfig, deployed: list[dict[str, Any]]) -> None:
-    """Draws what will be drawn: the gate's tasks and the demonstrations, at first and after each change."""
+    """Draws what will be drawn, at first and after each change: the gate's tasks, demonstrations, first live requests."""
+    look = derive_seed(config.seed, "eval", "base-model")
+    _draw(config, deployed[0], "heldout", BASE_TRIES, look, "tries of the base model")
     for index, settings in enumerate(deployed):
         warm_start, cycle = config.recipe(index + 1).warm_start, index + 1
         seed = derive_seed(config.seed, "demonstrations", cycle)
         shown = {**settings, **warm_start.settings}
         _draw(config, settings, "gate", config.eval.n, config.seed, "eval.n")
         _draw(config, shown, "train", warm_start.demonstrations, seed, "warm_start.demonstrations")
+        live = derive_seed(config.seed, "live", f"live-{cycle:03d}-000")
+        _draw(config, settings, "heldout", config.watch.requests, live, "watch.requests")
         for known in deployed[:index]:
             shown = {**known, **warm_start.settings}
             _draw(config, shown, "train", warm_start.replay, seed, "warm_start.replay")
