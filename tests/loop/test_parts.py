@@ -292,11 +292,12 @@ def test_the_summary_has_dollars_and_says_what_to_do_next(aliases: list[str], ca
         "wall_s": 60.0,
         "versions": [{"aliases": aliases}],
     }
-    LoopConsole().summary(report, Path("runs/t"))
+    run = f"runs/{'t' * 150}"
+    LoopConsole().summary(report, Path(run))
     told = capsys.readouterr().out
     for words in ("$0.0123", "$1.50", "$0.1240 per million tokens", "– per success"):
         assert words in told
-    assert ("evergrad serve --run runs/t" in told) == bool(aliases)
+    assert (f"evergrad serve --run {run}\n" in told) == bool(aliases), "a command that is broken over lines is none"
 
 
 @pytest.mark.parametrize(

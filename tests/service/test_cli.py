@@ -325,6 +325,8 @@ def test_a_look_at_the_costs_shows_all_and_changes_nothing(cli: Cli, run: Path) 
     with Ledger(run / "ledger.sqlite", book) as ledger:
         with PhaseClock(ledger, subject=version, cores=3, heartbeat_s=None) as clock, clock.phase("rollout"):
             pass
+        with PhaseClock(ledger, subject="cycle-1", cores=3, heartbeat_s=None) as clock, clock.phase("rollout"):
+            pass
         killed = PhaseClock(ledger, subject="cycle-2", cores=1, heartbeat_s=None)
         killed.start()
         time.sleep(0.1)
@@ -334,6 +336,9 @@ def test_a_look_at_the_costs_shows_all_and_changes_nothing(cli: Cli, run: Path) 
         before = ledger.entries()
     (run / "report.json").write_text('{"usd_per_million_tokens": 0.124}')
     out = cli("cost").out
+    assert re.search(r"outside cycles +\$", out)
+    assert re.search(r"cycle-1 +\$", out)
+    assert "demo-x" not in out
     assert re.search(r"not yet charged: 0\.\d cpu_core_s", out)
     assert re.search(r"per million tokens +\$0\.124", out)
     data = json.loads(cli("cost", "--json").out)

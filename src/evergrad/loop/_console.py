@@ -28,9 +28,9 @@ class LoopConsole:
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
 
-    def note(self, text: str, style: str = "") -> None:
-        """One line, on top of the bar if there is one."""
-        self._console.print(escape(text), style=style or None)
+    def note(self, text: str, style: str = "", *, whole: bool = False) -> None:
+        """One line, on top of the bar if there is one; ``whole`` keeps a command in it from being broken."""
+        self._console.print(escape(text), style=style or None, soft_wrap=whole)
 
     def event(self, at_s: float, usd: float | None, text: str) -> None:
         """A milestone with its time and the dollars spent so far."""
@@ -100,7 +100,7 @@ class LoopConsole:
             f"(95%: {_figure(low, ',.0f')} to {_figure(high, ',.0f')}), {report['wall_s'] / 60:.1f} minutes in all"
         )
         if any("production" in version["aliases"] for version in report["versions"]):
-            self.note(f"serve it: evergrad serve --run {run}")
+            self.note(f"serve it: evergrad serve --run {run}", whole=True)
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -61,7 +61,7 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
         if finished is None:
             asyncio.run(_run(config, folder, console))
         else:
-            console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir")
+            console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir", whole=True)
             rebuild_report(config, folder)
         console.summary(read_report(folder.path), folder.path)
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -110,7 +110,7 @@ def _leave(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
     if served is None:
         console.note("stopped; nothing was promoted so far")
     else:
-        console.note(f"stopped; {served} can serve already: evergrad serve --run {folder.path}")
+        console.note(f"stopped; {served} can serve already: evergrad serve --run {folder.path}", whole=True)
 
 
 def _stop_on_sigterm() -> None:
