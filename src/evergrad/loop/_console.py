@@ -89,7 +89,10 @@ class LoopConsole:
         for phase, usd in sorted(cost["by_phase"].items(), key=lambda item: -(item[1] or 0.0)):
             money.add_row(phase, dollars(usd))
         money.add_row("total", dollars(cost["total_usd"]), style="bold")
-        self._console.print(cycles)
+        if cycles.row_count:
+            self._console.print(cycles)
+        else:
+            self.note(f"{report.get('name')}: no cycle came to a ruling")
         self._console.print(money)
         worth = report["intelligence_per_dollar"]
         low, high = worth["ci95"] or (None, None)
