@@ -6,16 +6,20 @@ A key that no model knows is an error that names the nearest one that exists.
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from evergrad.types import InputError
 
 ConfigT = TypeVar("ConfigT", bound="Config")
+
+DEEPEST = 32
+"""Levels of tables and lists in each other; no configuration needs more, and recursion ends somewhere."""
 
 
 class ConfigError(InputError):
@@ -23,9 +27,18 @@ class ConfigError(InputError):
 
 
 class Config(BaseModel):
-    """Base of all configuration models: frozen, and strict about unknown keys."""
+    """Base of all configuration models: frozen, and strict about unknown keys; numbers are finite, and true is none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name:
+            types = set(_leaves(cls.model_fields[info.field_name].annotation))
+            if types & {int, float} and not types & {bool, Any}:
+                raise ValueError(f"{str(value).lower()} is not a number")
+        return value
 
 
 def load_config(model: type[ConfigT], path: Path | None, overrides: Iterable[str] = ()) -> ConfigT:
@@ -43,8 +56,10 @@ def load_config(model: type[ConfigT], path: Path | None, overrides: Iterable[str
             raise ConfigError("configuration file not found", where=where, hint="check the path; examples are in examples/")
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise ConfigError(f"not valid TOML: {error}", where=where) from error
+        except RecursionError:
+            raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where) from None
     for override in overrides:
         _apply_override(data, override)
     return parse_config(model, data, where=where)
@@ -64,6 +79,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str) -> ConfigT:
     """Validates plain data as ``model``; errors read like those of :func:`load_config`."""
+    _require_plain(data, where)
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -88,18 +104,53 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override '{override}' is not key=value", where="command line", hint="write --set section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         value = text
+    except RecursionError:
+        raise ConfigError(f"the value of '{key}' is nested more than {DEEPEST} levels deep", where="command line") from None
     *parents, last = key.strip().split(".")
     node: Any = data
     for name in parents:
-        node = node[int(name)] if isinstance(node, list) and name.isdigit() else node.setdefault(name, {})
+        node = node[_index(node, name, key)] if isinstance(node, list) else node.setdefault(name, {})
         if not isinstance(node, (dict, list)):
             raise ConfigError(f"'{key}' goes through '{name}', which is not a table", where="command line")
-    if isinstance(node, list):
-        node[int(last)] = value
-    else:
-        node[last] = value
+    node[_index(node, last, key) if isinstance(node, list) else last] = value
+
+
+def _index(items: list[Any], name: str, key: str) -> int:
+    """``name`` as the position of an entry that there is."""
+    if name.isascii() and name.isdigit() and len(name) < 10 and int(name) < len(items):
+        return int(name)
+    hint = f"its entries are 0 to {len(items) - 1}" if items else "it is empty"
+    raise ConfigError(f"'{key}' goes through a list, which has no entry '{name}'", where="command line", hint=hint)
+
+
+def _require_plain(value: Any, where: str, path: str = "", depth: int = 0) -> None:
+    """
+    Raises:
+        ConfigError: a number that is not finite, or tables within tables without end.
+    """
+    if depth > DEEPEST:
+        raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: {value} is not a finite number", where=where)
+    if isinstance(value, (Mapping, list)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _require_plain(item, where, f"{path}.{key}".lstrip("."), depth + 1)
+
+
+def _leaves(annotation: Any) -> Iterable[Any]:
+    """The types that an annotation is made of.
+
+    >>> set(_leaves(int | None)) == {int, type(None)}
+    True
+    """
+    arguments = get_args(annotation)
+    return [leaf for argument in arguments for leaf in _leaves(argument)] if arguments else [_hashable(annotation)]
+
+
+def _hashable(annotation: Any) -> Any:
+    return annotation if isinstance(annotation, type) or annotation is Any else type(annotation)
 
 
 def _describe(model: type[BaseModel], item: Any) -> str:

@@ -358,10 +358,12 @@ class EvalReport:
         return sum(self.scores.values()) / len(self.scores) if self.scores else None
 
     def slice_means(self) -> dict[str, float]:
-        """Mean score by slice name."""
+        """Mean score by slice name; empty when no task has one."""
         grouped: dict[str, list[float]] = {}
+        if not any(self.slices.get(task_id) for task_id in self.scores):
+            return {}
         for task_id, score in self.scores.items():
-            grouped.setdefault(self.slices.get(task_id, ""), []).append(score)
+            grouped.setdefault(self.slices.get(task_id) or "no slice", []).append(score)
         return {name: sum(values) / len(values) for name, values in sorted(grouped.items())}
 
 

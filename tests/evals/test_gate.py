@@ -65,7 +65,7 @@ def test_reports_read_back_from_json_give_the_same_verdict() -> None:
 def test_chance_ties_falls_and_small_gains_are_refused() -> None:
     refused(gate(*pair(12, 6, 100)), "p = 0.238 (exact McNemar) is above the preset 0.05")
     refused(gate(*pair(30, 30, 100)), "30 wins, 30 losses of 100: tied")
-    refused(gate(*pair(0, 0, 100)), "tied")
+    refused(gate(*pair(0, 0, 100)), "tied; the incumbent already scores 1.000: nothing to gain, it goes on serving")
     refused(gate(*pair(30, 70, 400)), "the mean score falls by 0.1000")
     refused(gate(*pair(70, 30, 400), GateConfig(min_delta=0.11)), "the gain of 0.1000 is below the preset 0.11")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import subprocess
@@ -9,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from evergrad.config import load_config
+from evergrad.ledger import Ledger
+from evergrad.loop._checking import check_folder, find_environment
+from evergrad.loop._folder import LoopState, RunFolder, Stage
+from evergrad.loop.config import RunConfig
 from evergrad.loop.controller import run_loop
-from evergrad.registry import base_model
-from evergrad.types import EvergradError
-from tests.loop.conftest import Start, half_written
+from evergrad.registry import Registry, base_model
+from evergrad.types import EvergradError, ModelVersion
+from tests.loop.conftest import LETTERS, Start, half_written
 
 
 def refused(process: subprocess.Popen[str], *words: str) -> None:
@@ -46,6 +52,16 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ('model = "tiny"', 'model = "tinny"', ["tinny", "tiny"]),
         ('difficulty = "easy"', 'dificulty = "easy"', ["dificulty", "difficulty"]),
         ("seed = 5", "seed = ", ["TOML"]),
+        ("seed = 5", "seed = true", ["seed", "true is not a number"]),
+        ('name = "t"', 'name = "../t"', ["name", "pattern"]),
+        ('name = "t"', 'name = ""', ["name", "pattern"]),
+        ("threads = 1", "threads = 4096", ["placement.threads = 4096", "cores"]),
+        ("seed = 5", 'seed = 5\nprice_book = "absent.toml"', ["not found", "absent.toml"]),
+        ("min_n = 12", 'min_n = 12\nguards = { "letters@v3" = 0.1 }', ["gate.guards", "letters@v3", "did you mean 'letters@v"]),
+        ("[eval]\nn = 12", "[eval]\nn = 900000", ["eval.n = 900000", "letters@v", "gave only"]),
+        ("requests = 4", "requests = 900000", ["watch.requests = 900000", "gave only"]),
+        ("demonstrations = 96", "demonstrations = 900000", ["warm_start.demonstrations = 900000", "gave only"]),
+        ("letters.py", "absent.py", ["environment file not found: neither", "nor", "absent.py", "configuration file"]),
     ],
 )
 def test_bad_configuration(tiny_config: Path, before: str, after: str, words: list[str]) -> None:
@@ -58,6 +74,59 @@ def test_bad_configuration(tiny_config: Path, before: str, after: str, words: li
     for word in words:
         assert word in str(refusal.value)
     assert not run.exists(), list(run.rglob("*"))
+
+
+def test_an_environment_may_lie_beside_its_configuration(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    shutil.copy(LETTERS, tmp_path / "beside.py")
+    config = load_config(RunConfig, tiny_config, ["environment.name=beside.py"])
+    assert find_environment(config, tiny_config).environment.name == str(tmp_path / "beside.py")
+    shutil.copy(LETTERS, "beside.py")
+    assert find_environment(config, tiny_config).environment.name == "beside.py"
+
+
+def begun(run: Path, tiny_config: Path) -> RunConfig:
+    """A folder as a finished run leaves it, with one version and no weights."""
+    config = load_config(RunConfig, tiny_config)
+    folder = RunFolder(run, config)
+    with Registry(run / "registry.sqlite") as registry, Ledger(run / "ledger.sqlite"):
+        registry.register(ModelVersion("t-c1-sft", None, 1, "versions/t-c1-sft", "tiny", "ab12", "2026-01-01T00:00:00+00:00"))
+        registry.promote("production", "t-c1-sft", bootstrap=True)
+    folder.save_state(LoopState(stage=Stage.DONE, deployed={}))
+    folder.close()
+    return config
+
+
+@pytest.mark.parametrize("name", ["state.json", "registry.sqlite", "ledger.sqlite"])
+def test_a_file_that_was_removed_is_named(tiny_config: Path, tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    begun(run, tiny_config)
+    (run / name).unlink()
+    with pytest.raises(EvergradError, match=rf"{name} is missing.*Next: put back a copy"):
+        run_loop(tiny_config, [], run)
+    assert not (run / name).exists()
+
+
+def test_a_checkpoint_that_was_removed_is_named(tiny_config: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", begun(tmp_path / "run", tiny_config))
+    folder.save_state(LoopState(stage=Stage.LEARN, checkpoint="c001-learn-00002"))
+    with pytest.raises(EvergradError, match="checkpoints/c001-learn-00002 is missing"):
+        check_folder(folder)
+    folder.close()
+
+
+@pytest.mark.parametrize("broken", [None, "", '{"cost": 3}'])
+def test_a_finished_run_writes_its_report_again(tiny_config: Path, tmp_path: Path, broken: str | None) -> None:
+    run = tmp_path / "run"
+    begun(run, tiny_config)
+    if broken is not None:
+        (run / "report.json").write_text(broken)
+    run_loop(tiny_config, [], run)
+    assert json.loads((run / "report.json").read_text())["versions"][0]["aliases"] == ["production"]
+    assert (run / "report.html").exists()
 
 
 def test_a_budget_of_dollars_needs_a_price(tiny_config: Path, tmp_path: Path) -> None:

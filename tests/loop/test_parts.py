@@ -22,24 +22,27 @@ from evergrad.envs import Taskset
 from evergrad.evals import GateConfig
 from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
+from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
-from evergrad.loop._measuring import _incumbent
+from evergrad.loop._measuring import _incumbent, _record_score, _serves_already
 from evergrad.loop._probe import require_equal
 from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
+from evergrad.loop._session import Session
 from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig
-from evergrad.loop.controller import _finished
+from evergrad.loop.controller import _announcement, _finished
 from evergrad.loop.placement import LocalPlacement, WorkerDied
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
 
 LETTERS = Path(__file__).parents[2] / "examples" / "letters.py"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-WORDS = st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=["Cc"]), max_size=8)
-VALUES = st.one_of(st.integers(-9, 9), st.booleans(), st.floats(-1e9, 1e9), WORDS, st.lists(st.integers(0, 9), max_size=3))
-KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+WORDS = st.text(alphabet=st.characters(codec="utf-8"), max_size=8)
+PLAIN = st.one_of(st.integers(-9, 9), st.booleans(), st.floats(-1e9, 1e9), WORDS)
+VALUES = st.one_of(PLAIN, st.lists(st.one_of(PLAIN, st.dictionaries(WORDS, PLAIN, max_size=2)), max_size=3))
+KEYS = st.one_of(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), WORDS)
 TABLES = st.recursive(
     st.dictionaries(KEYS, VALUES, max_size=4),
     lambda inner: st.dictionaries(KEYS, st.one_of(VALUES, inner, st.lists(inner, min_size=1, max_size=2)), max_size=3),
@@ -50,6 +53,43 @@ TABLES = st.recursive(
 @given(TABLES)
 def test_toml_reads_back_as_written(data: dict[str, Any]) -> None:
     assert tomllib.loads(to_toml(data)) == data
+
+
+@pytest.mark.parametrize("name", ["letters@v1", "a.b", 'say "hi"', "\x7f", "größe", "", "line\nbreak"])
+def test_a_run_goes_on_whatever_its_keys_are(tmp_path: Path, name: str) -> None:
+    config = load_config(RunConfig, EXAMPLES[0])
+    environment = config.environment.model_copy(update={"settings": {name: {name: name}}})
+    odd = config.model_copy(update={"gate": config.gate.model_copy(update={"guards": {name: 0.1}}), "environment": environment})
+    for _ in range(2):
+        RunFolder(tmp_path, odd).close()
+    assert load_config(RunConfig, tmp_path / "config.toml") == odd
+
+
+def test_what_toml_cannot_hold_leaves_no_configuration_behind(tmp_path: Path) -> None:
+    config = load_config(RunConfig, EXAMPLES[0]).model_copy(update={"name": "\udcff"})
+    with pytest.raises(EvergradError, match="cannot be written as TOML"):
+        RunFolder(tmp_path, config)
+    assert not (tmp_path / "config.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"cycle": 1, "stage": "sleep"}', '{"cycle": 1, "stage": "learn", "x": 1}',
+     '{"cycle": "one", "stage": "learn"}', '{"cycle": 1, "stage": "learn", "steps": 3}', "[" * 100_000],
+)  # fmt: skip
+def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
+    folder = RunFolder(tmp_path, load_config(RunConfig, EXAMPLES[0]))
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(EvergradError, match=r"state cannot be read: .*state\.json.*Next: "):
+        folder.load_state(LoopState())
+    folder.close()
+
+
+@pytest.mark.parametrize("text", ["name = ", "\x00", "a = " + "[" * 100_000])
+def test_a_broken_resolved_configuration_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(EvergradError, match=r"not valid TOML.*config\.toml.*Next: "):
+        RunFolder(tmp_path, load_config(RunConfig, EXAMPLES[0]))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -147,6 +187,35 @@ async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path, monke
             await placement.start("nobody", "no_such_module", GateConfig())
 
 
+WRITES_AND_WAITS = (
+    "import json, os, sys, time\nsys.stderr.write(os.environ['SAYS'])\nsys.stderr.flush()\n"
+    "print(json.dumps({'ready': True, 'port': 1}), flush=True)\ntime.sleep(600)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("", "it said nothing"),
+        ("out of memory\n", "out of memory"),
+        ("Loading weights:  50%|###   | 1/2\rLoading weights: 100%|######| 2/2\nout of memory\n", "out of memory"),
+        ("one\n\ntwo\nthree\nfour\n", "two | three | four"),
+    ],
+)
+async def test_a_death_is_told_in_the_words_of_that_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, told: str
+) -> None:
+    (tmp_path / "writes_and_waits.py").write_text(WRITES_AND_WAITS)
+    (tmp_path / "victim.log").write_text("what an earlier process said\n" * 5)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("SAYS", says)
+    async with LocalPlacement(tmp_path) as placement:
+        worker = await placement.start("victim", "writes_and_waits", GateConfig())
+        os.kill(worker.process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"\(signal 9\): {re.escape(told)} \("):
+            await placement.watch()
+
+
 def measured(version_id: str, suite: str, score: float, n: int = 4) -> dict[str, Any]:
     report = EvalReport(version_id, suite, {f"t{i}": score for i in range(n)}, "hash")
     tries = [Rollout(f"r{i}", "g", f"t{i}", (), Outcome.SCORED, score, usage=Usage(completion_tokens=1 + i)) for i in range(n)]
@@ -208,6 +277,118 @@ def test_the_incumbent_is_what_serves_or_what_the_candidate_replaced(saved: str 
     )
     assert _incumbent(session, version("candidate")).version_id == beaten
     assert saves == ([] if saved == beaten else [beaten])
+
+
+@pytest.mark.parametrize("aliases", [[], ["production"]])
+def test_the_summary_has_dollars_and_says_what_to_do_next(aliases: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cycle = {"cycle": 1, "suite": "desk", "score_before": 0.5, "score_after": 1.0, "ci95": None, "n": 4, "verdict": "promoted"}
+    report = {
+        "name": "t",
+        "cycles": [{**cycle, "usd": 0.0123, "other_suites": {}}],
+        "cost": {"by_phase": {"eval": 0.0123, "idle": None}, "total_usd": 1.5},
+        "usd_per_million_tokens": 0.124,
+        "usd_per_success": None,
+        "intelligence_per_dollar": {"value": None, "ci95": None},
+        "wall_s": 60.0,
+        "versions": [{"aliases": aliases}],
+    }
+    run = f"runs/{'t' * 150}"
+    LoopConsole().summary(report, Path(run))
+    told = capsys.readouterr().out
+    for words in ("$0.0123", "$1.50", "$0.1240 per million tokens", "– per success"):
+        assert words in told
+    assert (f"evergrad serve --run {run}\n" in told) == bool(aliases), "a command that is broken over lines is none"
+
+
+@pytest.mark.parametrize(
+    ("slices", "told"), [({}, ": 1.000 (n = 4, 2 s)"), ({f"t{i}": "easy" for i in range(4)}, ": 1.000 (easy 1.00, n = 4, 2 s)")]
+)
+def test_slices_without_a_name_are_left_out(slices: dict[str, str], told: str) -> None:
+    events: list[str] = []
+    session: Any = SimpleNamespace(state=LoopState(), event=events.append, save_state=lambda: None)
+    report = EvalReport("a", "desk", {f"t{i}": 1.0 for i in range(4)}, "hash", slices=slices)
+    _record_score(session, score_row(report, [], None, 2.0))
+    assert events[0].endswith(told)
+    assert "" not in session.state.scores[0]["slices"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        (Stage.WARM_START, "warm start: 24 demonstrations in 6 steps"),
+        (Stage.LEARN, "RL: up to 3 steps of 4 × 5 rollouts"),
+        (Stage.MEASURE, ""),
+        (Stage.WATCH, "live traffic: 7 requests a check"),
+    ],
+)
+def test_each_stage_says_what_it_will_do(stage: Stage, told: str) -> None:
+    learn = {"warm_start": {"demonstrations": 16, "replay": 8, "batch_size": 8, "epochs": 2}}
+    learn |= {"rl": {"steps": 3, "groups_per_step": 4, "group_size": 5}}
+    config = RunConfig.model_validate({"environment": {"name": "reasoning"}, "learn": learn, "watch": {"requests": 7}})
+    session: Any = SimpleNamespace(config=config, recipe=config.learn, state=LoopState(stage=stage, known=[{}]))
+    assert _announcement(session) == told
+
+
+HAND = {"by_hand": True}
+
+
+@pytest.mark.parametrize(
+    ("known", "moves", "told"),
+    [
+        (None, [("t-c1-sft", {})], None),
+        ("t-c1-sft", [("t-c1-sft", {}), ("t-c1-rl", {})], None),  # killed between the promotion and the end of the stage
+        ("t-c1-sft", [("t-c1-sft", {}), ("t-c1-rl", HAND)], "t-c1-sft → t-c1-rl (promote: why)"),
+        ("t-c1-sft", [("t-c1-sft", {}), ("other", {})], "t-c1-sft → other (promote: why)"),
+        ("t-c1-rl", [("t-c1-sft", {}), ("t-c1-rl", {}), None], "t-c1-rl → t-c1-sft (rollback: rude)"),
+    ],
+)
+async def test_a_move_by_hand_is_told_once(
+    tmp_path: Path, known: str | None, moves: list[tuple[str, dict[str, Any]] | None], told: str | None
+) -> None:
+    events: list[str] = []
+    with Registry(tmp_path / "registry.sqlite") as registry:
+        for name in ("t-c1-sft", "t-c1-rl", "other"):
+            registry.register(version(name))
+        for move in moves:
+            if move is None:
+                registry.rollback("production", "rude")
+            else:
+                ruling = Verdict(True, ("why",), move[1], move[0], registry.resolve("production"))
+                registry.promote("production", move[0], ruling)
+
+        async def follow() -> ModelVersion:
+            return registry.find("production")
+
+        session: Any = SimpleNamespace(
+            serving=SimpleNamespace(follow=follow),
+            state=LoopState(serving=known),
+            registry=registry,
+            version_id=lambda note: f"t-c1-{note}",
+            event=events.append,
+        )
+        for _ in range(2):
+            await Session.follow(session)
+    assert events == ([f"production was moved by hand: {told}"] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("candidate", "serves", "incumbent", "nothing_to_measure"),
+    [
+        ("t-c1-sft", "t-c1-sft", None, True),
+        ("t-c1-sft", "other", None, False),
+        ("t-c1-sft", "t-c1-sft", "other", False),  # promoted by this very stage, and killed before it ended
+        ("t-c1-rl", "t-c1-rl", "t-c1-sft", False),
+    ],
+)
+def test_a_cycle_without_rl_steps_measures_nothing_twice(
+    candidate: str, serves: str, incumbent: str | None, nothing_to_measure: bool
+) -> None:
+    session: Any = SimpleNamespace(
+        version_id=lambda note: f"t-c1-{note}",
+        registry=SimpleNamespace(resolve=lambda alias: serves),
+        state=LoopState(incumbent=incumbent),
+    )
+    assert _serves_already(session, version(candidate)) is nothing_to_measure
 
 
 def test_steps_without_a_finite_gradient_are_told_and_then_end_the_run() -> None:
@@ -274,7 +455,7 @@ class _Measuring:
         self.config = load_config(RunConfig, next(path for path in EXAMPLES if path.stem == "demo_short"))
         self.folder, self.state, self.engine, self.renderer = SimpleNamespace(path=folder), LoopState(), None, None
         self.clock = SimpleNamespace(phase=lambda name: nullcontext())
-        self.console = SimpleNamespace(stage=lambda *_: nullcontext(), advance=lambda note: None)
+        self.console = SimpleNamespace(stage=lambda *_: nullcontext(), advance=lambda note: None, note=lambda text: None)
         self.tasks = Taskset(self.config.environment.name, settings)
         self.saved: list[dict[str, Any]] = []
         self.measurements = 0

@@ -125,14 +125,22 @@ def assert_whole(run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["warm start", "rollouts"])
-def test_ctrl_c_stops_all_and_goes_on_later(undisturbed: str, tiny_config: Path, start: Start, moment: str) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_and_the_run_goes_on_later(
+    undisturbed: str, tiny_config: Path, start: Start, moment: str, signal_number: int
+) -> None:
     run = tiny_config.parent / "interrupted"
     process = start("run", str(tiny_config), "--run-dir", str(run))
     wait_for(moment, run, process)
     children = workers(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal_number)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert output.endswith("the same command goes on from where it was\ninterrupted\n")
+    if moment == "rollouts":
+        assert f"t-c1-sft can serve already: evergrad serve --run {run}" in output
+        assert (run / "report.html").stat().st_mtime >= (run / "state.json").stat().st_mtime
     psutil.wait_procs(children, timeout=15)
     assert not any(child.is_running() for child in children)
     finish(start("run", str(tiny_config), "--run-dir", str(run)))

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_promoting_again_with_the_same_verdict_is_one_promotion(registry: Regist
     first = registry.promote("production", "b", yes("b", "a"))
     assert registry.promote("production", "b", yes("b", "a")) == first
     assert len(registry.history("production")) == 2
-    assert registry.rollback("production") == "a"
+    assert registry.rollback("production").version_id == "a"
 
 
 def test_bootstrapping_again_the_same_version_is_one_bootstrap(registry: Registry) -> None:
@@ -143,16 +144,16 @@ def test_rollback_walks_back_and_pointer_and_audit_agree_after_a_restart(registr
     registry.promote("production", "a", bootstrap=True)
     registry.promote("production", "b", yes("b", "a"))
     registry.promote("production", "c", yes("c", "b"))
-    assert registry.rollback("production", "complaints") == "b"
+    assert registry.rollback("production", "complaints").version_id == "b"
     reopened = Registry(path)
     assert reopened.resolve("production") == "b" == reopened.history("production")[-1].version_id
     assert reopened.history("production")[-1].reason == "complaints"
-    assert reopened.rollback("production") == "a", "not c: what was rolled back is no predecessor"
+    assert reopened.rollback("production").version_id == "a", "not c: what was rolled back is no predecessor"
     with pytest.raises(RegistryError, match="no predecessor"):
         reopened.rollback("production")
     assert registry.resolve("production") == "a", "seen by the store that was open all along"
     reopened.promote("production", "c", yes("c", "a"))
-    assert reopened.rollback("production") == "a"
+    assert reopened.rollback("production").version_id == "a"
     assert [event.action for event in reopened.history("production")] == [
         "bootstrap", "promote", "promote", "rollback", "rollback", "promote", "rollback",
     ]  # fmt: skip
@@ -167,6 +168,21 @@ def test_rollback_without_any_promotion_is_an_error(registry: Registry) -> None:
     with pytest.raises(RegistryError, match="no predecessor"):
         registry.rollback("production")
     assert registry.resolve("staging") is None
+
+
+@pytest.mark.parametrize("alias", ["", "a/b", "two words", "x" * 65, "-x", ".x", "prod\n", "größe", "x\x1b[31m"])
+def test_an_alias_is_a_plain_name(registry: Registry, alias: str) -> None:
+    with pytest.raises(RegistryError, match=r"is not an alias.*Next: "):
+        registry.promote(alias, "a", bootstrap=True)
+
+
+def test_aliases_and_versions_share_no_name(registry: Registry) -> None:
+    with pytest.raises(RegistryError, match="'b' is a version"):
+        registry.promote("b", "a", bootstrap=True)
+    registry.promote("canary", "a", bootstrap=True)
+    with pytest.raises(RegistryError, match="'canary' is an alias"):
+        registry.register(replace(registry.get("a"), version_id="canary"))
+    assert registry.find("b").version_id == "b"
 
 
 def test_aliases_are_independent(registry: Registry) -> None:
@@ -376,7 +392,7 @@ class AliasMachine(RuleBasedStateMachine):
     @rule()
     def rollback(self) -> None:
         self.stack.pop()
-        assert self.registry.rollback("production") == self.stack[-1]
+        assert self.registry.rollback("production").version_id == self.stack[-1]
         self.moves += 1
 
     @rule()
@@ -418,7 +434,7 @@ def test_the_same_on_postgresql() -> None:
     registry.promote("production", "a", bootstrap=True)
     outputs = _race(url)
     assert sorted(output.split()[0] for output in outputs) == ["moved", "refused"], outputs
-    assert Registry(url).rollback("production") == "a"
+    assert Registry(url).rollback("production").version_id == "a"
     assert [event.action for event in registry.history("production")] == ["bootstrap", "promote", "rollback"]
     with pytest.raises(RegistryError, match="no predecessor"):
         registry.rollback("production")

@@ -46,7 +46,7 @@ def test_a_line_that_is_being_written_is_left_out_and_a_broken_one_is_named(tmp_
     path = tmp_path / "step.jsonl.partial"
     path.write_text(rollout_json(ROLLOUT) + "\n" + rollout_json(ROLLOUT)[:40])
     assert len(list(read_rollouts(path))) == 1
-    path.write_text("{}\n{broken\n{}\n")
+    path.write_text(f"{rollout_json(ROLLOUT)}\n{{broken\n{rollout_json(ROLLOUT)}\n")
     with pytest.raises(EvergradError, match=r":2"):
         list(read_rollouts(path))
     with pytest.raises(EvergradError, match="no such"):
@@ -63,6 +63,14 @@ def test_an_interrupted_step_is_begun_anew_and_a_repeated_one_replaced(tmp_path:
     again.write(0, replace(ROLLOUT, rollout_id="newer"))
     assert [each["rollout_id"] for each in read_rollouts(again.complete(0))] == ["newer"]
     assert list(read_rollouts(again.complete(1))) == []
+
+
+@pytest.mark.parametrize("line", ["[]", "7", "null", "{}", '{"rollout_id": "r"}', "{", "[" * 100_000])
+def test_a_line_that_is_no_rollout_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "step-000000.jsonl"
+    path.write_text(f"{rollout_json(ROLLOUT)}\n{line}\n")
+    with pytest.raises(EvergradError, match=r"not a rollout: .*step-000000\.jsonl:2.*Next: "):
+        list(read_rollouts(path))
 
 
 def test_what_came_too_late_for_a_batch_is_discarded(tmp_path: Path) -> None:

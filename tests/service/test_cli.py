@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import io
 import json
@@ -82,6 +83,7 @@ def test_bad_input_is_one_line_that_names_what_exists(cli: Cli, run: Path, argum
     assert result.code == 2
 
 
+CHANGE = '[[traffic.changes]]\nsettings = { contract = "v2" }\n'
 GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
 
 
@@ -97,6 +99,20 @@ GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
         (GOOD, ["--set", "learn.rl.steps"], "is not key=value"),
         (GOOD, ["--set", "learn.rl.steps=many"], "learn.rl.steps"),
         (GOOD, ["--set", "budget.usd=0"], "budget.usd"),
+        (GOOD, ["--set", "budget.usd=inf"], "budget.usd: inf is not a finite number"),
+        (GOOD, ["--set", "gate.guards.x=nan"], "gate.guards.x: nan is not a finite number"),
+        (GOOD, ["--set", "environment.settings.x=-inf"], "environment.settings.x: -inf is not a finite number"),
+        (GOOD, ["--set", "seed=true"], "seed: Value error, true is not a number"),
+        (GOOD, ["--set", "learn.rl.steps=true"], "true is not a number"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.5.settings=1"], "no entry '5'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.x=1"], "no entry 'x'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.x.y=1"], "no entry 'x'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.-1=1"], "no entry '-1'"),
+        (GOOD + CHANGE, ["--set", "traffic.changes.²=1"], "no entry '²'"),
+        (GOOD, ["--set", "environment.settings" + ".a" * 40 + "=1"], "nested more than 32 levels"),
+        (GOOD, ["--set", "seed=" + "[" * 5000], "nested more than 32 levels"),
+        (GOOD + "x = " + "[" * 5000, [], "nested more than 32 levels"),
+        (GOOD + "x = " + "9" * 5000, [], "not valid TOML"),
         (GOOD, ["--set", "budget.cycles=0"], "budget.cycles"),
         (GOOD, ["--set", "learn.rl.group_size=1"], "group_size"),
         (GOOD, ["--set", "environment.name=suport_desk"], "did you mean 'support_desk'?"),
@@ -186,6 +202,18 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: Path) -> None:
     assert "r-0" in done.stdout
 
 
+@pytest.mark.parametrize("arguments", [["run", "x.toml"], ["model", "list"], ["cost"]])
+def test_ctrl_c_is_said(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for target in ("evergrad.loop.controller.run_loop", "evergrad.service._runs.find_run"):
+        monkeypatch.setattr(target, interrupted)
+    result = cli(*arguments)
+    assert result.err.splitlines()[-1] == "interrupted"
+    assert result.code == 130
+
+
 # ── Looking at a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -225,6 +253,64 @@ def test_rollback_and_promotion_by_hand_are_on_record(cli: Cli, run: Path) -> No
     assert moves[4].reason == "by hand, without the gate: drill"
 
 
+def test_every_promotion_by_hand_keeps_a_reason_of_its_own(cli: Cli, run: Path) -> None:
+    """Not the gate's word: what a person once decided is no evidence for what another decides later."""
+    assert cli("model", "promote", "demo-c1-sft", "--reason", "drill").code == 0
+    assert cli("model", "rollback").out == "production: demo-c1-sft → demo-c1-rl\n"
+    again = cli("model", "promote", "demo-c1-sft", "--reason", "second drill").out
+    assert "No verdict of the gate stands behind this." in again
+    cli("model", "promote", "demo-c1-rl", "--reason", "over")
+    cli("model", "rollback")
+    cli("model", "rollback")
+    cli("model", "rollback")
+    cli("model", "promote", "demo-c1-rl", "--reason", "as ruled")
+    with Registry(run / "registry.sqlite") as registry:
+        reasons = [move.reason for move in registry.history("production") if move.action == "promote"]
+    assert reasons == [
+        "46 wins, 1 loss of 96 pairs",
+        "by hand, without the gate: drill",
+        "by hand, without the gate: second drill",
+        "46 wins, 1 loss of 96 pairs; by hand: over",
+        "46 wins, 1 loss of 96 pairs; by hand: as ruled",
+    ]
+
+
+def test_what_only_programs_read_is_shown_to_them(cli: Cli, run: Path) -> None:
+    with Registry(run / "registry.sqlite") as registry:
+        shown = registry.get("demo-c1-rl")
+        metadata = {"cycle": 3, "probe": {"token_ids": [1, 2], "logprobs": [-1.5]}}
+        registry.register(dataclasses.replace(shown, version_id="probed", metadata=metadata))
+    assert "probe:" not in cli("model", "show", "probed").out
+    assert "logprobs" not in cli("model", "show", "probed").out
+    assert json.loads(cli("model", "show", "probed", "--json").out)["metadata"]["probe"]["logprobs"] == [-1.5]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "model =", "[environment]", 'model = "tiny"\nenvironment = "x"', '[environment]\nname = "support_desk"', "\x00"],
+)
+def test_a_broken_configuration_of_a_run_is_named(cli: Cli, run: Path, text: str) -> None:
+    (run / "config.toml").write_text(text)
+    for command_line in (["eval"], ["rollouts", "show", "r-1", "--tokens"]):
+        told = cli(*command_line).error()
+        assert "runs/demo/config.toml" in told
+        assert "Next: " in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"usd_per_success": "x"}', '{"usd_per_million_tokens": []}', '{"intelligence_per_dollar": 3}',
+     '{"intelligence_per_dollar": {"ci95": 3}}', '{"intelligence_per_dollar": {"ci95": [1, "x"]}}', "[" * 100_000],
+)  # fmt: skip
+def test_a_broken_report_is_named_by_cost(cli: Cli, run: Path, text: str) -> None:
+    with Ledger(run / "ledger.sqlite"):
+        pass
+    (run / "report.json").write_text(text)
+    told = cli("cost").error()
+    assert "runs/demo/report.json" in told
+    assert "Next: " in told
+
+
 def test_the_newest_run_is_taken(cli: Cli, run: Path) -> None:
     newer = Path("runs/newer")
     Registry(newer / "registry.sqlite").close()
@@ -241,6 +327,8 @@ def test_a_look_at_the_costs_shows_all_and_changes_nothing(cli: Cli, run: Path) 
     with Ledger(run / "ledger.sqlite", book) as ledger:
         with PhaseClock(ledger, subject=version, cores=3, heartbeat_s=None) as clock, clock.phase("rollout"):
             pass
+        with PhaseClock(ledger, subject="cycle-1", cores=3, heartbeat_s=None) as clock, clock.phase("rollout"):
+            pass
         killed = PhaseClock(ledger, subject="cycle-2", cores=1, heartbeat_s=None)
         killed.start()
         time.sleep(0.1)
@@ -250,6 +338,9 @@ def test_a_look_at_the_costs_shows_all_and_changes_nothing(cli: Cli, run: Path) 
         before = ledger.entries()
     (run / "report.json").write_text('{"usd_per_million_tokens": 0.124}')
     out = cli("cost").out
+    assert re.search(r"outside cycles +\$", out)
+    assert re.search(r"cycle-1 +\$", out)
+    assert "demo-x" not in out
     assert re.search(r"not yet charged: 0\.\d cpu_core_s", out)
     assert re.search(r"per million tokens +\$0\.124", out)
     data = json.loads(cli("cost", "--json").out)

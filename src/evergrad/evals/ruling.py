@@ -239,7 +239,9 @@ def _rule_primary(ruling: _Ruling, suite: str, candidate: Reports, incumbent: Re
     told = f"{suite}: {pairs.wins} wins, {pairs.losses} losses of {pairs.n}"
     # A mean of differences that cancel out is zero up to rounding only.
     tied = abs(pairs.delta) < 1e-12
-    if tied:
+    if tied and _mean(before) >= 1.0:
+        ruling.refusals.append(f"{told}: tied; the incumbent already scores 1.000: nothing to gain, it goes on serving")
+    elif tied:
         ruling.refusals.append(f"{told}: tied")
     elif pairs.delta < 0:
         ruling.refusals.append(f"{told}: the mean score falls by {-pairs.delta:.4f}")

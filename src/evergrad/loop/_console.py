@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from evergrad.loop._figures import usd as dollars
 
 LOG_WIDTH = 120
 
@@ -25,9 +28,9 @@ class LoopConsole:
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
 
-    def note(self, text: str, style: str = "") -> None:
-        """One line, on top of the bar if there is one."""
-        self._console.print(escape(text), style=style or None)
+    def note(self, text: str, style: str = "", *, whole: bool = False) -> None:
+        """One line, on top of the bar if there is one; ``whole`` keeps a command in it from being broken."""
+        self._console.print(escape(text), style=style or None, soft_wrap=whole)
 
     def event(self, at_s: float, usd: float | None, text: str) -> None:
         """A milestone with its time and the dollars spent so far."""
@@ -59,12 +62,12 @@ class LoopConsole:
         if self._progress is not None and self._bar is not None:
             self._progress.update(self._bar, advance=units, note=escape(note))
 
-    def summary(self, report: Mapping[str, Any]) -> None:
-        """The run in two tables, what it gained and what it cost, and the figures that a reader takes away."""
+    def summary(self, report: Mapping[str, Any], run: Path) -> None:
+        """The run in two tables, what it gained and what it cost, the figures that a reader takes away, and what to do next."""
         cycles = Table(
             box=box.SIMPLE_HEAD, pad_edge=False, title=f"{report.get('name')}: what each cycle gained", title_justify="left"
         )
-        for head in ("#", "suite", "before → after", "gain, 95%", "n", "verdict", "usd"):
+        for head in ("#", "suite", "before → after", "gain, 95%", "n", "verdict", "cost"):
             cycles.add_column(head, justify="left" if head in ("suite", "verdict") else "right", no_wrap=True)
         for cycle in report.get("cycles", []):
             low, high = cycle["ci95"] or (None, None)
@@ -75,27 +78,32 @@ class LoopConsole:
                 f"{_figure(low, '+.2f')} … {_figure(high, '+.2f')}",
                 str(cycle["n"]),
                 cycle["verdict"],
-                _figure(cycle["usd"], ".4f"),
+                dollars(cycle["usd"]),
             )
             for suite, other in cycle["other_suites"].items():
                 cycles.add_row("", suite, f"{_figure(other['before'], '.3f')} → {_figure(other['after'], '.3f')}")
         cost = report["cost"]
         money = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="what it cost", title_justify="left")
         money.add_column("phase")
-        money.add_column("usd", justify="right")
+        money.add_column("cost", justify="right")
         for phase, usd in sorted(cost["by_phase"].items(), key=lambda item: -(item[1] or 0.0)):
-            money.add_row(phase, _figure(usd, ".5f"))
-        money.add_row("total", _figure(cost["total_usd"], ".5f"), style="bold")
-        self._console.print(cycles)
+            money.add_row(phase, dollars(usd))
+        money.add_row("total", dollars(cost["total_usd"]), style="bold")
+        if cycles.row_count:
+            self._console.print(cycles)
+        else:
+            self.note(f"{report.get('name')}: no cycle came to a ruling")
         self._console.print(money)
         worth = report["intelligence_per_dollar"]
         low, high = worth["ci95"] or (None, None)
         self.note(
-            f"served version: ${_figure(report['usd_per_million_tokens'], '.4f')} per million tokens, "
-            f"${_figure(report['usd_per_success'], '.6f')} per success, "
+            f"served version: {dollars(report['usd_per_million_tokens'])} per million tokens, "
+            f"{dollars(report['usd_per_success'])} per success, "
             f"{_figure(worth['value'], ',.0f')} successes per dollar "
             f"(95%: {_figure(low, ',.0f')} to {_figure(high, ',.0f')}), {report['wall_s'] / 60:.1f} minutes in all"
         )
+        if any("production" in version["aliases"] for version in report["versions"]):
+            self.note(f"serve it: evergrad serve --run {run}", whole=True)
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -9,13 +9,17 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from evergrad.config import ConfigError
 from evergrad.loop.config import RunConfig
 from evergrad.types import EvergradError
 
@@ -33,6 +37,8 @@ class Stage(StrEnum):
 @dataclass
 class LoopState:
     """What a run knows about itself, saved at every change of stage and with every checkpoint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     cycle: int = 1
     stage: Stage = Stage.WARM_START
@@ -52,6 +58,8 @@ class LoopState:
     """Earlier deployed settings, oldest first: what must not be forgotten."""
     checkpoint: str | None = None
     """Folder name under ``checkpoints/`` that belongs to this state."""
+    serving: str | None = None
+    """What this run last put behind ``production``, or found there: another version there was moved by hand."""
     watch_checks: int = 0
     changes_applied: int = 0
     wall_s: float = 0.0
@@ -102,13 +110,13 @@ class RunFolder:
         return self.path / "versions"
 
     def load_state(self, initial: LoopState) -> LoopState:
-        """The saved state, or ``initial`` in a new folder."""
+        """The saved state, or ``initial`` in a new folder.
+
+        Raises:
+            EvergradError: the file is no state of a run.
+        """
         path = self.path / "state.json"
-        if not path.exists():
-            return initial
-        data = json.loads(path.read_text(encoding="utf-8"))
-        data["stage"] = Stage(data["stage"])
-        return LoopState(**data)
+        return _read_state(path) if path.exists() else initial
 
     def save_state(self, state: LoopState) -> None:
         write_json(self.path / "state.json", dataclasses.asdict(state))
@@ -132,10 +140,14 @@ class RunFolder:
     def _check_config(self, config: RunConfig) -> None:
         resolved = config.model_dump(mode="json", exclude_none=True)
         path = self.path / "config.toml"
+        text = _resolved_text(resolved)
         if not path.exists():
-            write_text(path, to_toml(resolved))
+            write_text(path, text)
             return
-        before = tomllib.loads(path.read_text(encoding="utf-8"))
+        try:
+            before = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise EvergradError(f"not valid TOML: {error}", where=str(path), hint=_ANEW) from error
         # A budget may grow when a run goes on; everything else is the recipe, and stays.
         changed = sorted(_differences({**before, "budget": None}, {**resolved, "budget": None}))
         if changed:
@@ -144,7 +156,42 @@ class RunFolder:
                 where=str(self.path),
                 hint="choose another --run-dir (or remove the folder) to start anew, or undo the change to go on",
             )
-        write_text(path, to_toml(resolved))
+        write_text(path, text)
+
+
+_ANEW = "put back a copy of this file, or choose another --run-dir to start anew"
+
+
+def _read_state(path: Path) -> LoopState:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or not {"cycle", "stage"} <= data.keys():
+            raise EvergradError("the saved state cannot be read: no cycle and stage in it", where=str(path), hint=_ANEW)
+        return TypeAdapter(LoopState).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (ValueError, RecursionError) as error:
+        what = str(error)
+    raise EvergradError(f"the saved state cannot be read: {what}", where=str(path), hint=_ANEW)
+
+
+def _resolved_text(resolved: Mapping[str, Any]) -> str:
+    """The configuration as TOML that reads back as what it was.
+
+    Raises:
+        ConfigError: TOML cannot hold it.
+    """
+    text = to_toml(resolved)
+    try:
+        text.encode("utf-8")
+        held = tomllib.loads(text) == resolved
+    except ValueError:
+        held = False
+    if not held:
+        hint = "write its keys and values in plain characters, without null"
+        raise ConfigError("the configuration cannot be written as TOML", where="config.toml", hint=hint)
+    return text
 
 
 def _metrics_line(record: Mapping[str, Any]) -> str:
@@ -173,12 +220,12 @@ def write_text(path: Path, text: str) -> None:
 
 def to_toml(data: Mapping[str, Any], prefix: str = "") -> str:
     """Plain nested data as TOML; tables after values, lists of tables as ``[[…]]``."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in data.items() if not _is_table(value)]
+    lines = [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in data.items() if not _is_table(value)]
     blocks = ["\n".join(lines)] if lines else []
     for key, value in data.items():
         if not _is_table(value):
             continue
-        name = f"{prefix}{key}"
+        name = f"{prefix}{_toml_key(key)}"
         if isinstance(value, Mapping):
             blocks.append(f"[{name}]\n{to_toml(value, name + '.')}")
         else:
@@ -187,11 +234,25 @@ def to_toml(data: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, list) and bool(value) and isinstance(value[0], Mapping))
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    )
+
+
+def _toml_key(key: str) -> str:
+    """
+    >>> _toml_key("contract"), _toml_key("letters@v1")
+    ('contract', '"letters@v1"')
+    """
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_toml_key(key)} = {_toml_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _differences(before: Any, now: Any, path: str = "") -> set[str]:

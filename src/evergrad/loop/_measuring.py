@@ -26,9 +26,13 @@ async def measure(session: Session) -> Stage:
     """Registers, evaluates, rules, promotes. Reports and verdicts on record are reused, so a crash repeats nothing."""
     state = session.state
     session.writer.discard()
-    await session.serving.follow()
+    await session.follow()
     settings = [state.deployed, *state.known]
-    candidate = await session.register("rl" if session.recipe.rl.steps else "sft", session.contracts())
+    learned = any(step["kind"] == "rl" and step["cycle"] == state.cycle for step in state.steps)
+    candidate = await session.register("rl" if learned else "sft", session.contracts())
+    if _serves_already(session, candidate):
+        session.event(f"no RL step was done, so there is nothing to measure: {candidate.version_id} serves already")
+        return Stage.WATCH
     incumbent = _incumbent(session, candidate)
     before, after = {}, {}
     for each in settings:
@@ -44,6 +48,15 @@ async def measure(session: Session) -> Stage:
     _record_cycle(session, verdict, before, after)
     state.incumbent = None
     return Stage.WATCH
+
+
+def _serves_already(session: Session, candidate: ModelVersion) -> bool:
+    """Whether the candidate is what serves and was so before this stage: then it was the warm start's, and met no RL."""
+    return (
+        candidate.version_id == session.version_id("sft")
+        and session.registry.resolve(PRODUCTION) == candidate.version_id
+        and session.state.incumbent in (None, candidate.version_id)
+    )
 
 
 def _incumbent(session: Session, candidate: ModelVersion) -> ModelVersion:
@@ -80,6 +93,7 @@ async def introduce(session: Session, version: ModelVersion) -> None:
     with session.clock.phase("weight_sync"):
         await session.serving.load(version)
     session.registry.promote(PRODUCTION, version.version_id, bootstrap=True)
+    session.state.serving = version.version_id
     session.event(f"{version.version_id} serves as the first version, at {session.serving.client.base_url}/v1")
     await report_for(session, version, session.state.deployed, session.serving.client)
 
@@ -97,6 +111,7 @@ async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> 
         await session.serving.load(candidate)
     if session.registry.resolve(PRODUCTION) != candidate.version_id:
         session.registry.promote(PRODUCTION, candidate.version_id, verdict)
+    session.state.serving = candidate.version_id
     session.event(f"promoted {candidate.version_id}: {told}")
 
 
@@ -107,6 +122,7 @@ async def report_for(session: Session, version: ModelVersion, settings: Mapping[
         return stored
     session.require_holder(client, version)
     suite, taskset, tasks = session.suite(settings), session.taskset(settings), _gate_tasks(session, settings)
+    session.console.note(f"  measuring {version.version_id} on {suite}, {len(tasks)} tasks")
     rollouts: list[Rollout] = []
 
     async def run(task: Task) -> Rollout:
@@ -154,8 +170,8 @@ def _stored(session: Session, version_id: str, settings: Mapping[str, Any]) -> E
 
 def _record_score(session: Session, row: Mapping[str, Any]) -> None:
     keep_row(session.state, row)
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in row["slices"].items())
-    session.event(f"{row['label']}: {row['mean']:.3f} ({parts}; n = {row['n']}, {row['seconds']:.0f} s)")
+    parts = "".join(f"{name} {value:.2f}, " for name, value in row["slices"].items())
+    session.event(f"{row['label']}: {row['mean']:.3f} ({parts}n = {row['n']}, {row['seconds']:.0f} s)")
     session.save_state()
 
 

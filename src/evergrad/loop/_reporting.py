@@ -5,29 +5,44 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from evergrad.ledger import cost_per_million_tokens, cost_per_success, intelligence_per_dollar
+from evergrad.envs import Taskset
+from evergrad.ledger import Ledger, cost_per_million_tokens, cost_per_success, intelligence_per_dollar
+from evergrad.loop._folder import LoopState, RunFolder
 from evergrad.loop._scores import PER_TASK, speaking_row
+from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop.config import RunConfig
 from evergrad.loop.report import write_report
+from evergrad.registry import Registry
 
 
 def report(session: Session) -> None:
     """Writes both report files; called after every stage."""
-    state = session.state
     session.clock.settle()
-    summary = session.ledger.summary()
+    _write(session.config, session.folder, session.state, session.registry, session.ledger, session.wall_s())
+
+
+def rebuild_report(config: RunConfig, folder: RunFolder) -> None:
+    """Writes both report files of a run that nobody runs now, from what it saved."""
+    state = folder.load_state(LoopState())
+    with Registry(folder.path / "registry.sqlite") as registry, Ledger.for_reading(folder.path / "ledger.sqlite") as ledger:
+        _write(config, folder, state, registry, ledger, state.wall_s)
+
+
+def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Registry, ledger: Ledger, wall_s: float) -> None:
+    summary = ledger.summary()
     write_report(
-        session.folder.path,
+        folder.path,
         {
-            "name": session.config.name,
-            "model": session.config.model,
-            "seed": session.config.seed,
-            "wall_s": session.wall_s(),
+            "name": config.name,
+            "model": config.model,
+            "seed": config.seed,
+            "wall_s": wall_s,
             "cycles": state.cycles,
             "steps": [step for step in state.steps if step["kind"] == "rl"],
             "timeline": state.timeline,
             "scores": [_without_tasks(score) for score in state.scores],
-            "versions": _versions(session),
+            "versions": _versions(registry),
             "cost": {
                 "total_usd": summary.usd,
                 "by_phase": dict(summary.by_phase),
@@ -35,19 +50,22 @@ def report(session: Session) -> None:
                 "entries": summary.entries,
                 "coverage": summary.coverage,
             },
-            **_prices(session),
+            **_prices(config, state, registry),
         },
     )
 
 
-def _prices(session: Session) -> dict[str, Any]:
+def _prices(config: RunConfig, state: LoopState, registry: Registry) -> dict[str, Any]:
     """Running cost of the served version, from its evaluation on what it serves; training is in ``cost``.
 
     Definitions: cost per million tokens and per success count failures in the numerator; intelligence per dollar is mean score
     over mean cost of an attempt, with the interval of a ratio of paired means.
     """
-    version = session.serving.version
-    row = speaking_row(session.state, version, session.suite(session.state.deployed)) if version else None
+    served = registry.resolve(PRODUCTION)
+    row = None
+    if served is not None:
+        taskset = Taskset(config.environment.name, state.deployed)
+        row = speaking_row(state, registry.get(served), f"{taskset.name}@{taskset.config.contract}")
     if row is None or not row["task_usd"]:
         return {
             "usd_per_million_tokens": None,
@@ -65,8 +83,8 @@ def _prices(session: Session) -> dict[str, Any]:
     }
 
 
-def _versions(session: Session) -> list[dict[str, Any]]:
-    serving = {version_id: alias for alias, version_id in session.registry.aliases().items()}
+def _versions(registry: Registry) -> list[dict[str, Any]]:
+    serving = {version_id: alias for alias, version_id in registry.aliases().items()}
     return [
         {
             "version_id": version.version_id,
@@ -75,7 +93,7 @@ def _versions(session: Session) -> list[dict[str, Any]]:
             "created_at": version.created_at,
             "aliases": [serving[version.version_id]] if version.version_id in serving else [],
         }
-        for version in session.registry.list()
+        for version in registry.list()
     ]
 
 

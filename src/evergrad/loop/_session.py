@@ -283,6 +283,18 @@ class Session:
         )
         return self.registry.register(version)
 
+    async def follow(self) -> None:
+        """Serves what ``production`` points at; a move of the alias that this run did not make is told."""
+        version, known = await self.serving.follow(), self.state.serving
+        if version is None or version.version_id == known:
+            return
+        self.state.serving = version.version_id
+        move = self.registry.history(PRODUCTION)[-1]
+        own = version.version_id in (self.version_id("rl"), self.version_id("sft"))
+        by_gate = move.action != "rollback" and not move.verdict.get("evidence", {}).get("by_hand")
+        if known is not None and not (own and by_gate):
+            self.event(f"{PRODUCTION} was moved by hand: {known} → {version.version_id} ({move.action}: {move.reason})")
+
     # -- start -----------------------------------------------------------------------------------------------------------
 
     async def _model_folder(self) -> Path:
@@ -294,6 +306,7 @@ class Session:
             threads = max(1, self.cores // 2)
         trainer_config = TrainerConfig(model=str(model), threads=threads, seed=config.seed, **config.trainer.model_dump())
         engine_config = EngineConfig(model=str(model), threads=threads, seed=config.seed)
+        self.console.note(f"starting engine and trainer on {config.model}")
         trainer, engine = await asyncio.gather(
             self.placement.start("trainer", "evergrad.training", trainer_config),
             self.placement.start("engine", "evergrad.inference", engine_config),
@@ -315,4 +328,4 @@ class Session:
             await self.trainer.load(str(self.folder.checkpoints / state.checkpoint))
         if state.policy_version > 0:
             await self._publish_as(state.policy_version)
-        await self.serving.follow()
+        await self.follow()

@@ -21,8 +21,9 @@ from evergrad.types import Rollout
 async def watch(session: Session) -> Stage:
     """Checks traffic until something triggers a cycle, or nothing more can happen in this run."""
     state, config = session.state, session.config
-    await session.serving.follow()
+    await session.follow()
     while config.watch.requests:
+        await session.follow()
         rollouts = await serve_traffic(session, state.deployed, config.watch.requests, check=state.watch_checks)
         trigger = _judge(session, rollouts)
         state.watch_checks += 1

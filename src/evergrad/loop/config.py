@@ -21,7 +21,7 @@ class EnvironmentConfig(Config):
     """Which environment, and its own settings."""
 
     name: str
-    """A registered name or the path of a ``.py`` file."""
+    """A registered name or the path of a ``.py`` file, relative to the current folder or else to the configuration file."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Handed to the environment, which validates them."""
 
@@ -204,7 +204,8 @@ class PlacementConfig(Config):
 class RunConfig(Config):
     """One run of the loop."""
 
-    name: str = "run"
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    """Of the run folder and of its versions: letters, digits, ``.``, ``_`` and ``-``."""
     seed: int = 0
     model: str = "smollm2-135m"
     """``smollm2-135m``, ``tiny``, or a local Hugging Face folder."""

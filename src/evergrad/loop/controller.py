@@ -20,24 +20,28 @@ that dies takes the same way as a killed controller: everything stops, and the l
 from __future__ import annotations
 
 import asyncio
+import math
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 from evergrad.config import load_config
-from evergrad.envs import Taskset
-from evergrad.ledger import CPU_RESOURCE, Ledger, PriceBook
+from evergrad.ledger import Ledger, PriceBook
+from evergrad.loop._checking import check_folder, check_inputs, find_environment
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
-from evergrad.loop._reporting import report
+from evergrad.loop._reporting import rebuild_report, report
+from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop._watching import begin_next_cycle, watch
 from evergrad.loop.config import RunConfig
 from evergrad.loop.placement import WorkerDied
 from evergrad.loop.report import read_report
-from evergrad.registry import base_model
-from evergrad.types import EvergradError, InputError
+from evergrad.registry import Registry
+from evergrad.types import EvergradError
 
 
 def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Path | None = None) -> Path:
@@ -45,18 +49,24 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
 
     Raises:
         EvergradError: bad configuration, a folder in use or of another run, a worker that keeps dying, a full disk.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM; workers are stopped and the last whole state is saved by then.
     """
-    config = load_config(RunConfig, config_path, overrides or ())
+    config = find_environment(load_config(RunConfig, config_path, overrides or ()), config_path)
     console = LoopConsole()
-    _check_inputs(config, console)
+    check_inputs(config, console)
     folder = RunFolder(run_dir or Path("runs") / config.name, config)
     try:
+        check_folder(folder)
         finished = _finished(config, folder)
         if finished is None:
             asyncio.run(_run(config, folder, console))
         else:
-            console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir")
-        console.summary(read_report(folder.path))
+            console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir", whole=True)
+            rebuild_report(config, folder)
+        console.summary(read_report(folder.path), folder.path)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _leave(config, folder, console)
+        raise KeyboardInterrupt from None
     except OSError as error:
         raise EvergradError(
             f"could not write: {error}",
@@ -90,24 +100,34 @@ def _price_book(config: RunConfig) -> PriceBook:
     return PriceBook.load(Path(config.price_book) if config.price_book else None)
 
 
-def _check_inputs(config: RunConfig, console: LoopConsole) -> None:
-    """Fails here, before anything is started or written: prices, the environment under each setting to come, the model."""
-    if config.budget.usd is not None and _price_book(config).unit_price(CPU_RESOURCE) is None:
-        raise InputError(
-            f"budget.usd = {config.budget.usd:g} cannot be kept: the price book has no price for '{CPU_RESOURCE}'",
-            where=config.price_book,
-            hint=f"add [prices.{CPU_RESOURCE}] to it, or limit the run by budget.minutes",
-        )
-    settings = dict(config.environment.settings)
-    for recipe in (config.learn, config.adapt or config.learn):
-        Taskset(config.environment.name, {**settings, **recipe.warm_start.settings})
-    for change in [None, *config.traffic.changes]:
-        settings |= change.settings if change else {}
-        Taskset(config.environment.name, settings)
-    base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
+def _leave(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
+    """After an interruption: a report of what was saved, and what of it can be used already."""
+    if not (folder.path / "state.json").exists():
+        return
+    rebuild_report(config, folder)
+    with Registry(folder.path / "registry.sqlite") as registry:
+        served = registry.resolve(PRODUCTION)
+    if served is None:
+        console.note("stopped; nothing was promoted so far")
+    else:
+        console.note(f"stopped; {served} can serve already: evergrad serve --run {folder.path}", whole=True)
+
+
+def _stop_on_sigterm() -> None:
+    """SIGTERM cancels the run as Ctrl-C does; a second one ends the process at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)
+        task.cancel()
+
+    if threading.current_thread() is threading.main_thread():  # no other may handle signals
+        loop.add_signal_handler(signal.SIGTERM, stop)
 
 
 async def _run(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
+    _stop_on_sigterm()
     restarts = 0
     while True:
         try:
@@ -145,9 +165,24 @@ async def _turn_cycles(session: Session) -> None:
     stages: dict[Stage, Any] = {Stage.WARM_START: warm_start, Stage.LEARN: learn, Stage.MEASURE: measure, Stage.WATCH: watch}
     while state.stage is not Stage.DONE:
         _begin_cycle(session, state)
+        announced = _announcement(session)
+        if announced:
+            session.console.note(f"  {announced}")
         following = await stages[state.stage](session)
         session.enter(following)
         report(session)
+
+
+def _announcement(session: Session) -> str:
+    """What the stage that begins is about to do; empty where the stage says it itself."""
+    state, recipe, watching = session.state, session.recipe, session.config.watch.requests
+    if state.stage is Stage.WARM_START:
+        shown = recipe.warm_start.demonstrations + recipe.warm_start.replay * len(state.known)
+        steps = recipe.warm_start.epochs * math.ceil(shown / recipe.warm_start.batch_size)
+        return f"warm start: {shown} demonstrations in {steps} steps"
+    if state.stage is Stage.LEARN and recipe.rl.steps:
+        return f"RL: up to {recipe.rl.steps} steps of {recipe.rl.groups_per_step} × {recipe.rl.group_size} rollouts"
+    return f"live traffic: {watching} requests a check" if state.stage is Stage.WATCH and watching else ""
 
 
 def _begin_cycle(session: Session, state: LoopState) -> None:

@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 Data = Mapping[str, Any]
+_ANEW = "remove it and run 'evergrad run' with the configuration of this run, which writes it anew"
 
 
 def write_report(run_dir: Path, data: Data) -> None:
@@ -85,10 +86,10 @@ def read_report(run_dir: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvergradError("no report yet", where=str(path), hint="let the run finish its first cycle") from None
-    except ValueError as error:
-        raise EvergradError(f"not valid JSON: {error}", where=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise EvergradError(f"not valid JSON: {error}", where=str(path), hint=_ANEW) from error
     if not isinstance(data, dict):
-        raise EvergradError("a report is a JSON object", where=str(path))
+        raise EvergradError("a report is a JSON object", where=str(path), hint=_ANEW)
     return data
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,7 +125,7 @@ class Registry:
         ``created_at`` and ``metadata`` say this time.
 
         Raises:
-            RegistryError: the id belongs to another version, or the parent is unknown.
+            RegistryError: the id belongs to another version or to an alias, or the parent is unknown.
         """
         if not version.version_id:
             raise RegistryError("a version needs a version_id", where=self._database.where)
@@ -135,6 +136,12 @@ class Registry:
             if known is not None:
                 self._require_same(known, version)
                 return known
+            if _current(connection, version.version_id) is not None:
+                raise RegistryError(
+                    f"'{version.version_id}' is an alias, and would be hidden by it",
+                    where=self._database.where,
+                    hint="give the version another id",
+                )
             if version.parent_id is not None:
                 self._require_version(connection, version.parent_id)
             row = {item: getattr(version, item) for item in _VERSION_FIELDS} | {"metadata": strict_json(version.metadata)}
@@ -187,18 +194,23 @@ class Registry:
         with self._database.read() as connection:
             return {row.alias: row.version_id for row in connection.execute(query.order_by(_aliases.c.alias))}
 
-    def promote(self, alias: str, version_id: str, verdict: Verdict | None = None, *, bootstrap: bool = False) -> AliasEvent:
-        """Lets ``alias`` serve ``version_id``, on the evidence of ``verdict``.
+    def promote(
+        self, alias: str, version_id: str, verdict: Verdict | None = None, *, bootstrap: bool = False, note: str = ""
+    ) -> AliasEvent:
+        """Lets ``alias`` serve ``version_id``, on the evidence of ``verdict``; ``note`` goes on record beside its reasons.
 
         ``bootstrap`` is the one way without evidence, for an alias that serves nothing yet. Promoting again with the same
         verdict, or bootstrapping the same version again, as after a crash, changes nothing and returns the first event.
 
         Raises:
             RegistryError: the verdict does not promote, rules on other versions than these, or compares with an incumbent
-                that the alias no longer serves; or a bootstrap of an alias that serves something.
+                that the alias no longer serves; a bootstrap of an alias that serves something; or an alias that is no
+                plain name, or the id of a version.
         """
-        if not alias or "/" in alias:
-            raise RegistryError(f"'{alias}' is not an alias", hint="use a plain name such as 'production'")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", alias):
+            raise RegistryError(
+                f"{alias!r} is not an alias", hint="use letters, digits, '.', '_' and '-', as in 'production'; 64 at most"
+            )
         if verdict is None and not bootstrap:
             raise RegistryError(
                 "a promotion needs a verdict", where=alias, hint="run the gate, or bootstrap=True for the first"
@@ -208,6 +220,8 @@ class Registry:
         with self._database.write() as connection:
             self._require_version(connection, version_id)
             current = _current(connection, alias)
+            if current is None and _find_version(connection, alias) is not None:
+                raise RegistryError(f"'{alias}' is a version, which the alias would hide", hint="choose another --alias")
             serving = current.version_id if current else None
             if current is not None and serving == version_id:
                 text = _verdict_text(connection, current.verdict_number)
@@ -226,11 +240,12 @@ class Registry:
                 )
             number = _insert_verdict(connection, verdict) if verdict else None
             reason = "; ".join(verdict.reasons) if verdict else "first version, promoted without evidence"
+            reason = "; ".join(each for each in (reason, note) if each)
             action = "bootstrap" if current is None else "promote"
             return self._move(connection, alias, action, version_id, current, number, reason)
 
-    def rollback(self, alias: str, reason: str = "") -> str:
-        """Lets ``alias`` serve again what it served before its current promotion, and returns that version's id.
+    def rollback(self, alias: str, reason: str = "") -> AliasEvent:
+        """Lets ``alias`` serve again what it served before its current promotion.
 
         Raises:
             RegistryError: the alias serves nothing, or its current version has no predecessor.
@@ -244,8 +259,7 @@ class Registry:
             if current.predecessor is None:
                 raise RegistryError(f"{alias} serves {current.version_id}, its first version: there is no predecessor")
             before = connection.execute(sa.select(_events).where(_events.c.event_id == current.predecessor)).one()
-            self._move(connection, alias, "rollback", before.version_id, current, None, reason, pointer=before.event_id)
-            return str(before.version_id)
+            return self._move(connection, alias, "rollback", before.version_id, current, None, reason, pointer=before.event_id)
 
     def history(self, alias: str) -> tuple[AliasEvent, ...]:
         """Every move of ``alias``, oldest first; empty for one that never moved."""

@@ -12,6 +12,8 @@ from typing import IO, Any
 from evergrad.types import EvergradError, Rollout, plain
 
 PARTIAL = ".partial"
+_ALWAYS = frozenset({"rollout_id", "task_id", "source", "outcome", "reward", "turns"})
+"""What every line has; readers rely on it."""
 
 
 class RolloutWriter:
@@ -104,7 +106,7 @@ def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
     """The records of one file, partial or complete; a last line that is still being written is left out.
 
     Raises:
-        EvergradError: no such file, or a whole line that is no JSON.
+        EvergradError: no such file, or a whole line that is no rollout.
     """
     path = Path(path)
     if not path.is_file():
@@ -113,7 +115,12 @@ def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
                 return
+            where, hint = f"{path}:{number}", "remove that line, or put back a copy of the file"
             try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise EvergradError(f"not a rollout: {error}", where=f"{path}:{number}") from error
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise EvergradError(f"not a rollout: {error}", where=where, hint=hint) from error
+            missing = _ALWAYS - record.keys() if isinstance(record, dict) else _ALWAYS
+            if missing:
+                raise EvergradError(f"not a rollout: no {', '.join(sorted(missing))} in it", where=where, hint=hint)
+            yield record

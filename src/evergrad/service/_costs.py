@@ -34,12 +34,30 @@ def show_costs(run: Path, *, as_json: bool = False) -> None:
 
 
 def _unit_costs(run: Path) -> dict[str, Any]:
-    """What the served version costs, from the report: the ledger alone knows no tokens and no successes."""
-    try:
-        report = read_report(run)
-    except EvergradError:
-        report = {}
-    return {name: report.get(name) for name in ("usd_per_million_tokens", "usd_per_success", "intelligence_per_dollar")}
+    """What the served version costs, from the report: the ledger alone knows no tokens and no successes.
+
+    Raises:
+        EvergradError: the report is broken.
+    """
+    path = run / "report.json"
+    report = read_report(run) if path.exists() else {}
+    units = {name: report.get(name) for name in ("usd_per_million_tokens", "usd_per_success", "intelligence_per_dollar")}
+    if not _sound(**units):
+        hint = "remove it and run 'evergrad run' with the configuration of this run, which writes it anew"
+        raise EvergradError("the report's figures are no numbers", where=str(path), hint=hint)
+    return units
+
+
+def _sound(usd_per_million_tokens: Any, usd_per_success: Any, intelligence_per_dollar: Any) -> bool:
+    """Whether the figures are numbers where they are known."""
+    worth = {} if intelligence_per_dollar is None else intelligence_per_dollar
+    if not isinstance(worth, Mapping):
+        return False
+    interval = [None, None] if worth.get("ci95") is None else worth["ci95"]
+    if not isinstance(interval, list) or len(interval) != 2:
+        return False
+    numbers = [usd_per_million_tokens, usd_per_success, worth.get("value"), *interval]
+    return all(number is None or isinstance(number, (int, float)) for number in numbers)
 
 
 def _print(run: Path, summary: CostSummary, uncharged: Mapping[str, Decimal], units: dict[str, Any]) -> None:
@@ -48,7 +66,10 @@ def _print(run: Path, summary: CostSummary, uncharged: Mapping[str, Decimal], un
     phases.append(("total", cell(_money(summary.usd), "bold"), ""))
     screen.print(table(("phase", "cost", "share"), phases, right=("cost", "share"), title=str(run)))
     if len(summary.by_subject) > 1:
-        subjects = _rows(summary.by_subject, summary.usd_known)
+        subjects = [
+            (name if name.startswith("cycle-") else "outside cycles", *rest)
+            for name, *rest in _rows(summary.by_subject, summary.usd_known)
+        ]
         screen.print()
         screen.print(table(("spent on", "cost", "share"), subjects, right=("cost", "share")))
     screen.print()

@@ -33,6 +33,8 @@ def guarded(call: Callable[[], Any], *, debug: bool = False, stderr: TextIO | No
     try:
         result = call()
         sys.stdout.flush()
+        if result == INTERRUPTED:  # the parser has made a code of Ctrl-C
+            print("interrupted", file=out)
         return result if isinstance(result, int) else DONE
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough. Python would complain once more when it closes the stream.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ async def engine_on(run: Path, version: ModelVersion, names: Sequence[str], *, p
     """
     config = EngineConfig(model=str(base_model(version.base_model)), awaits_weights=True)
     async with LocalPlacement(run / "logs") as placement:
-        worker = await placement.start("serve", "evergrad.inference", config, ("--port", str(port)))
+        worker = await placement.start(
+            "serve", "evergrad.inference", config, ("--port", str(port)), log=f"serve-{os.getpid()}.log"
+        )
         async with EngineClient(worker.base_url, worker.token) as client:
             engine = RunningEngine(worker.base_url, client, placement)
             await engine.load(run, version, names)

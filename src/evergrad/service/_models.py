@@ -12,6 +12,9 @@ from evergrad.service._runs import REGISTRY
 from evergrad.service._screen import cell, console, print_json, table
 from evergrad.types import InputError, ModelVersion, Verdict
 
+_FOR_PROGRAMS = ("probe",)
+"""Metadata of a version that says nothing to a person; ``--json`` shows it."""
+
 
 @contextmanager
 def open_registry(run: Path) -> Iterator[Registry]:
@@ -76,7 +79,7 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         "base model": version.base_model,
         "recipe": version.recipe_hash,
         "made": version.created_at,
-        **{key.replace("_", " "): _flat(value) for key, value in version.metadata.items()},
+        **{key.replace("_", " "): _flat(value) for key, value in version.metadata.items() if key not in _FOR_PROGRAMS},
     }
     screen.print(table(("", ""), [(cell(name, "dim"), value) for name, value in facts.items()]))
     for verdict in verdicts:
@@ -96,7 +99,11 @@ def promote_by_hand(run: Path, name: str, alias: str, reason: str) -> None:
     with open_registry(run) as registry:
         version_id = registry.find(name).version_id
         serving = registry.resolve(alias)
-        ruled = [each for each in registry.verdicts(version_id) if each.promote and each.incumbent_id == serving]
+        ruled = [
+            each
+            for each in registry.verdicts(version_id)
+            if each.promote and each.incumbent_id == serving and not each.evidence.get("by_hand")
+        ]
         by_hand = Verdict(
             True,
             (f"by hand, without the gate: {reason or 'no reason given'}",),
@@ -104,7 +111,8 @@ def promote_by_hand(run: Path, name: str, alias: str, reason: str) -> None:
             candidate_id=version_id,
             incumbent_id=serving,
         )
-        event = registry.promote(alias, version_id, ruled[-1] if ruled else by_hand)
+        note = f"by hand: {reason}" if ruled and reason else ""
+        event = registry.promote(alias, version_id, ruled[-1] if ruled else by_hand, note=note)
     screen = console()
     screen.print(cell(_move_line(event)))
     if not ruled:
@@ -120,9 +128,8 @@ def roll_back(run: Path, alias: str, reason: str) -> None:
         EvergradError: the alias serves nothing, or its first version.
     """
     with open_registry(run) as registry:
-        before = registry.resolve(alias)
-        now = registry.rollback(alias, reason or f"by hand, {_user()}")
-    console().print(cell(f"{alias}: {before} → {now}"))
+        event = registry.rollback(alias, reason or f"by hand, {_user()}")
+    console().print(cell(f"{alias}: {event.from_version_id} → {event.version_id}"))
 
 
 def find_served(run: Path, alias: str) -> ModelVersion:

@@ -34,18 +34,25 @@ def find_run(folder: Path | None, *, root: Path = RUNS) -> Path:
 
 
 def run_config(run: Path) -> dict[str, Any]:
-    """The run's resolved configuration, as plain data.
+    """The run's resolved configuration, as plain data with a model and an environment.
 
     Raises:
         EvergradError: the file is missing or broken.
     """
     path = run / "config.toml"
+    hint = "put back a copy of it; 'evergrad run' with the configuration of this run writes it when it is absent"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise EvergradError("the run has no config.toml", where=str(run)) from None
-    except ValueError as error:
-        raise EvergradError(f"not valid TOML: {error}", where=str(path)) from error
+        raise EvergradError("the run has no config.toml", where=str(path), hint=hint) from None
+    except (ValueError, RecursionError) as error:
+        raise EvergradError(f"not valid TOML: {error}", where=str(path), hint=hint) from error
+    environment = data.get("environment")
+    if not isinstance(environment, dict) or not isinstance(environment.get("name"), str):
+        raise EvergradError("no environment.name in the configuration of the run", where=str(path), hint=hint)
+    if not isinstance(data.get("model"), str) or not isinstance(environment.get("settings", {}), dict):
+        raise EvergradError("not the configuration of a run: model or settings are wrong", where=str(path), hint=hint)
+    return data
 
 
 def rollout_files(run: Path) -> list[Path]:

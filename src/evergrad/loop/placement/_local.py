@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import sys
 from collections import deque
@@ -36,12 +37,14 @@ class Worker:
     base_url: str
     token: str
     log_path: Path
+    log_start: int = 0
+    """Bytes in the log before this process wrote to it: earlier ones are not asked for its last words."""
 
     async def died(self) -> WorkerDied:
         """Waits for the end of the process and says why it ended, with the last lines of its log."""
         code = await self.process.wait()
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return WorkerDied(f"{self.name} died ({cause}): {_tail(self.log_path)}", where=str(self.log_path))
+        return WorkerDied(f"{self.name} died ({cause}): {_tail(self.log_path, self.log_start)}", where=str(self.log_path))
 
     async def stop(self) -> None:
         """Ends the process: asked first, killed after five seconds."""
@@ -73,26 +76,29 @@ class LocalPlacement:
             watcher.cancel()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
-    async def start(self, name: str, module: str, config: Config, arguments: Sequence[str] = ()) -> Worker:
-        """Starts ``python -m module`` and waits until it answers.
+    async def start(
+        self, name: str, module: str, config: Config, arguments: Sequence[str] = (), *, log: str | None = None
+    ) -> Worker:
+        """Starts ``python -m module`` and waits until it answers; ``log`` is its file where several may bear one name.
 
         Raises:
             WorkerDied: it ended before it was ready.
             EvergradError: it was not ready within two minutes.
         """
         token = secrets.token_urlsafe(24)
-        log_path = self._logs / f"{name}.log"
+        log_path = self._logs / (log or f"{name}.log")
         command = [sys.executable, "-m", module, "--config-json", config.model_dump_json(), "--die-with-parent", *arguments]
-        with log_path.open("ab") as log:
+        with log_path.open("ab") as stderr:
+            log_start = os.fstat(stderr.fileno()).st_size
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=log,
+                stderr=stderr,
                 env={**os.environ, "EVERGRAD_TOKEN": token, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C goes to the controller alone, which then stops its workers in order
             )
-        worker = Worker(name, process, "", token, log_path)
+        worker = Worker(name, process, "", token, log_path, log_start)
         self._workers.append(worker)
         assert process.stdout is not None
         try:
@@ -114,6 +120,12 @@ class LocalPlacement:
         self._deaths.put_nowait(await worker.died())
 
 
-def _tail(path: Path, lines: int = 3) -> str:
+_PROGRESS = re.compile(r"\d+%\|")
+
+
+def _tail(path: Path, start: int, lines: int = 3) -> str:
+    """The last lines since ``start``, without progress bars."""
     with path.open(encoding="utf-8", errors="replace") as log:
-        return " | ".join(line.strip() for line in deque(log, maxlen=lines)) or "it said nothing"
+        log.seek(start)
+        told = (line.strip() for line in log if not _PROGRESS.search(line))
+        return " | ".join(deque(filter(None, told), maxlen=lines)) or "it said nothing"

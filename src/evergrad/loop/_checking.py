@@ -1,0 +1,132 @@
+"""What a run needs, looked at before anything is started or written: what is refused here costs nobody a minute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from evergrad.config import ConfigError, nearest
+from evergrad.envs import Taskset
+from evergrad.ledger import CPU_RESOURCE, PriceBook
+from evergrad.loop._console import LoopConsole
+from evergrad.loop._folder import LoopState, RunFolder, Stage
+from evergrad.loop._learning import BASE_TRIES
+from evergrad.loop.config import RunConfig
+from evergrad.registry import Registry, base_model
+from evergrad.rollouts import derive_seed
+from evergrad.types import EvergradError, InputError
+
+
+def find_environment(config: RunConfig, config_path: Path) -> RunConfig:
+    """The configuration with a path of an environment that is not under the current folder taken from its own folder.
+
+    Raises:
+        ConfigError: the file is in neither.
+    """
+    name = config.environment.name
+    if not name.endswith(".py") or Path(name).is_file():
+        return config
+    beside = (config_path.parent / name).resolve()
+    if not beside.is_file():
+        raise ConfigError(
+            f"environment file not found: neither {Path(name).absolute()} nor {beside}",
+            where=str(config_path),
+            hint="give environment.name relative to the current folder or to the configuration file",
+        )
+    return config.model_copy(update={"environment": config.environment.model_copy(update={"name": str(beside)})})
+
+
+def check_inputs(config: RunConfig, console: LoopConsole) -> None:
+    """Prices, cores, the environment and its tasks under each setting to come, the gate's guards, the model.
+
+    Raises:
+        InputError: one of them cannot be as configured.
+    """
+    _check_prices(config)
+    cores = len(os.sched_getaffinity(0))
+    if config.placement.threads and config.placement.threads > cores:
+        hint = f"set it to {cores} at most, or leave it out to use all"
+        raise InputError(f"placement.threads = {config.placement.threads}, but there are {cores} cores", hint=hint)
+    deployed = list(_deployed(config))
+    for recipe in (config.learn, config.adapt or config.learn):
+        Taskset(config.environment.name, {**deployed[0], **recipe.warm_start.settings})
+    suites = {_suite(Taskset(config.environment.name, settings)) for settings in deployed}
+    for guard in config.gate.guards:
+        if guard not in suites:
+            raise InputError(f"gate.guards names '{guard}', which this run never measures", hint=nearest(guard, suites))
+    _check_tasks(config, deployed)
+    base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
+
+
+def _check_prices(config: RunConfig) -> None:
+    book = PriceBook.load(Path(config.price_book) if config.price_book else None)
+    if config.budget.usd is not None and book.unit_price(CPU_RESOURCE) is None:
+        raise InputError(
+            f"budget.usd = {config.budget.usd:g} cannot be kept: the price book has no price for '{CPU_RESOURCE}'",
+            where=config.price_book,
+            hint=f"add [prices.{CPU_RESOURCE}] to it, or limit the run by budget.minutes",
+        )
+
+
+def _deployed(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """The environment's settings, at first and after each change."""
+    settings = dict(config.environment.settings)
+    yield settings
+    for change in config.traffic.changes:
+        settings = {**settings, **change.settings}
+        yield settings
+
+
+def _suite(taskset: Taskset) -> str:
+    return f"{taskset.name}@{taskset.config.contract}"
+
+
+def _check_tasks(config: RunConfig, deployed: list[dict[str, Any]]) -> None:
+    """Draws what will be drawn, at first and after each change: the gate's tasks, demonstrations, first live requests."""
+    look = derive_seed(config.seed, "eval", "base-model")
+    _draw(config, deployed[0], "heldout", BASE_TRIES, look, "tries of the base model")
+    for index, settings in enumerate(deployed):
+        warm_start, cycle = config.recipe(index + 1).warm_start, index + 1
+        seed = derive_seed(config.seed, "demonstrations", cycle)
+        shown = {**settings, **warm_start.settings}
+        _draw(config, settings, "gate", config.eval.n, config.seed, "eval.n")
+        _draw(config, shown, "train", warm_start.demonstrations, seed, "warm_start.demonstrations")
+        live = derive_seed(config.seed, "live", f"live-{cycle:03d}-000")
+        _draw(config, settings, "heldout", config.watch.requests, live, "watch.requests")
+        for known in deployed[:index]:
+            shown = {**known, **warm_start.settings}
+            _draw(config, shown, "train", warm_start.replay, seed, "warm_start.replay")
+
+
+def _draw(config: RunConfig, settings: Mapping[str, Any], split: str, count: int, seed: int, key: str) -> None:
+    taskset = Taskset(config.environment.name, settings)
+    try:
+        taskset.tasks(split, count, seed)
+    except EvergradError as error:
+        raise InputError(f"{key} = {count} cannot be drawn on {_suite(taskset)}: {error}") from error
+
+
+def check_folder(folder: RunFolder) -> None:
+    """What a run goes on from is there as a whole, or not at all.
+
+    Raises:
+        EvergradError: some of it was removed; names what is missing.
+    """
+    path, missing = folder.path, None
+    if (path / "state.json").exists():
+        state = folder.load_state(LoopState())
+        needed = ["registry.sqlite", "ledger.sqlite"]
+        if state.checkpoint is not None and state.stage is not Stage.DONE:
+            needed.append(f"checkpoints/{state.checkpoint}")
+        missing = next((name for name in needed if not (path / name).exists()), None)
+    elif (path / "registry.sqlite").exists():
+        with Registry(path / "registry.sqlite") as registry:
+            missing = "state.json" if registry.list() else None
+    if missing is not None:
+        raise EvergradError(
+            f"{missing} is missing, without which this run cannot go on",
+            where=str(path / missing),
+            hint="put back a copy of it, or choose another --run-dir to start anew",
+        )
