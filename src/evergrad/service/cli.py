@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,8 @@ app = typer.Typer(
 env_app = typer.Typer(name="env", help="Environments: list them, and test one before it is trained on.")
 model_app = typer.Typer(name="model", help="Model versions of a run: list, show, promote, roll back.")
 rollouts_app = typer.Typer(name="rollouts", help="Rollouts of a run, token by token.")
+data_app = typer.Typer(name="data", help="Data files: check one before it is trained on.")
+app.add_typer(data_app)
 app.add_typer(env_app)
 app.add_typer(model_app)
 app.add_typer(rollouts_app)
@@ -137,6 +140,41 @@ def serve(
 
 
 # ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Overlong(StrEnum):
+    """What becomes of a row above the limit."""
+
+    REFUSE = "refuse"
+    TRUNCATE_LEFT = "truncate_left"
+    TRUNCATE_RIGHT = "truncate_right"
+    DROP = "drop"
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL file, one object a line.", show_default=False)],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Count its tokens and apply its chat template.", show_default=False),
+    ] = None,
+    format_: Annotated[
+        str,
+        typer.Option("--format", metavar="NAME", help="chat, prompt_completion, text, preference or preference_openai."),
+    ] = "auto",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=2, metavar="N", help="Longest row; by default the model's.", show_default=False),
+    ] = None,
+    overlong: Annotated[Overlong, typer.Option("--overlong", help="What becomes of a longer row.")] = Overlong.REFUSE,
+) -> None:
+    """Check a data file line by line; then show its lengths, its trained share, and one row with what is trained marked.
+
+    Exit code 1 when a line cannot be trained on.
+    """
+    from evergrad.service._data import check_data
+
+    raise typer.Exit(check_data(file, model, format_, max_tokens, overlong.value))
 
 
 @env_app.command("list")

@@ -1,0 +1,59 @@
+"""What is wrong with a line of a data file, for the person who has to mend it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evergrad.types import InputError
+
+SHOWN = 20
+"""Problems that are named one by one; the rest is a count."""
+_WIDTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong.
+
+    >>> str(Problem(3, "messages[1].role", "no role of a message", "'asistant'", "did you mean 'assistant'?"))
+    "line 3, messages[1].role: no role of a message, got 'asistant'. Next: did you mean 'assistant'?"
+    """
+
+    line: int
+    """Counted from 1, blank lines included, as an editor counts; 0 for the file as a whole."""
+    field: str
+    """Path inside the line's object, such as ``messages[1].role``; empty for the line as a whole."""
+    what: str
+    value: str
+    """The offending value as :func:`shown` writes it; empty where there is none to show."""
+    fix: str
+
+    def __str__(self) -> str:
+        place = ", ".join(part for part in (f"line {self.line}" if self.line else "", self.field) if part)
+        got = f", got {self.value}" if self.value else ""
+        return f"{place}: {self.what}{got}. Next: {self.fix}" if place else f"{self.what}{got}. Next: {self.fix}"
+
+
+class DataError(InputError):
+    """A data file that cannot be trained on as it stands; ``problems`` holds the first of them."""
+
+    def __init__(self, path: str, problems: Sequence[Problem], total: int) -> None:
+        self.problems, self.total = tuple(problems), total
+        first = problems[0]
+        place = ", ".join(part for part in (f"line {first.line}" if first.line else "", first.field) if part)
+        got = f", got {first.value}" if first.value else ""
+        others = f" ({total - 1} more: evergrad data check {path})" if total > 1 else ""
+        super().__init__(f"{place}: {first.what}{got}" if place else f"{first.what}{got}", where=path, hint=first.fix + others)
+
+
+def shown(value: Any) -> str:
+    """``value`` as it stands in the file, short enough for one line.
+
+    >>> shown({"role": "user"}), shown("a" * 80)[-5:]
+    ('{"role": "user"}', 'aaaa…')
+    """
+    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
