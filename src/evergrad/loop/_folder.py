@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from evergrad.loop.config import RunConfig
 from evergrad.types import EvergradError
@@ -73,17 +73,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise EvergradError(
-                "another process is running in this folder",
-                where=str(path),
-                hint="wait for it, stop it, or choose another --run-dir",
-            ) from None
+        self._lock = lock_folder(path)
         self._check_config(config)
 
     def close(self) -> None:
@@ -137,7 +127,7 @@ class RunFolder:
             return
         before = tomllib.loads(path.read_text(encoding="utf-8"))
         # A budget may grow when a run goes on; everything else is the recipe, and stays.
-        changed = sorted(_differences({**before, "budget": None}, {**resolved, "budget": None}))
+        changed = sorted(differences({**before, "budget": None}, {**resolved, "budget": None}))
         if changed:
             raise EvergradError(
                 f"this folder holds a run of another configuration: {', '.join(changed)} changed",
@@ -145,6 +135,26 @@ class RunFolder:
                 hint="choose another --run-dir (or remove the folder) to start anew, or undo the change to go on",
             )
         write_text(path, to_toml(resolved))
+
+
+def lock_folder(path: Path) -> TextIO:
+    """Makes ``path`` if need be and takes it for this process, until the returned file is closed.
+
+    Raises:
+        EvergradError: another process has it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    lock = (path / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise EvergradError(
+            "another process is running in this folder",
+            where=str(path),
+            hint="wait for it, stop it, or choose another --run-dir",
+        ) from None
+    return lock
 
 
 def _metrics_line(record: Mapping[str, Any]) -> str:
@@ -194,10 +204,11 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _differences(before: Any, now: Any, path: str = "") -> set[str]:
+def differences(before: Any, now: Any, path: str = "") -> set[str]:
+    """Dotted names of what differs; empty, absent and zero are alike, as TOML leaves them out."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = {*before, *now}
-        return set().union(*(_differences(before.get(k), now.get(k), f"{path}.{k}".lstrip(".")) for k in keys))
+        return set().union(*(differences(before.get(k), now.get(k), f"{path}.{k}".lstrip(".")) for k in keys))
     return set() if before == now or (not before and not now) else {path}
 
 

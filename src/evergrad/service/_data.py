@@ -35,7 +35,7 @@ def check_data(path: Path, model: str | None, form: str, limit: int | None, over
     found = examine(path, form, encoder, limit, overlong)  # type: ignore[arg-type]  # the command line checked it
     if found.problems:
         for problem in found.problems:
-            screen.print(Styled(printable(f"{path}: {problem}")), soft_wrap=True)
+            screen.print(Styled(printable(problem.told(str(path)))), soft_wrap=True)
         more = found.total_problems - len(found.problems)
         rest = f", of which the first {len(found.problems)} are shown" if more else ""
         screen.print(f"{_many(found.total_problems, 'problem')} in {_many(found.rows, 'row')}{rest}", style="bold red")
@@ -68,15 +68,16 @@ def _histogram(screen: Any, found: Examination) -> None:
     """Rows by length, in bins of one round width."""
     if not found.lengths:
         return
-    longest = max(found.lengths)
-    width = _round_up(max(1, math.ceil(longest / _BINS)))
-    bins = [0] * (longest // width + 1)
+    shortest, longest = min(found.lengths), max(found.lengths)
+    width = _round_up(max(1, math.ceil((longest - shortest) / _BINS)))
+    first = shortest // width
+    bins = [0] * (longest // width - first + 1)
     for length in found.lengths:
-        bins[length // width] += 1
+        bins[length // width - first] += 1
     most = max(bins)
     rows = [
-        (f"{n * width:,}–{(n + 1) * width - 1:,}", _count(rows), "█" * math.ceil(_BAR * rows / most))
-        for n, rows in enumerate(bins)
+        (f"{n * width:,}–{(n + 1) * width - 1:,}" if width > 1 else f"{n:,}", _count(rows), "█" * math.ceil(_BAR * rows / most))
+        for n, rows in enumerate(bins, start=first)
     ]
     screen.print()
     screen.print(table((f"length in {found.unit}", "rows", ""), rows, right=(f"length in {found.unit}", "rows")))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +45,7 @@ def _overrides(what: str, example: str) -> Any:
 
 
 Overrides = Annotated[list[str] | None, _overrides("a key", "--set learn.rl.steps=20")]
+TrainOverrides = Annotated[list[str] | None, _overrides("a key", "--set schedule.lr=1e-4")]
 Settings = Annotated[list[str] | None, _overrides("a setting of the environment", "--set contract=v2")]
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", metavar="DIR", help="Run folder; by default runs/NAME.", show_default=False)
@@ -82,29 +85,44 @@ def _start(
 
 
 @app.command()
-def run(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
+def run(
+    config: ConfigFile,
+    set_: Overrides = None,
+    run_dir: RunDir = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Train, measure and rule once: no live traffic, no second cycle.")
+    ] = False,
+) -> None:
     """Turn the loop: train, evaluate, gate, promote, serve, watch, until the budget ends.
 
     In a folder that holds an unfinished run of the same configuration, go on from where it was.
     """
-    _turn(config, set_ or [], run_dir)
+    from evergrad.loop import run_loop
+
+    with _resumable():
+        folder = run_loop(config, [*(set_ or []), *(ONCE if once else ())], run_dir)
+    typer.echo(f"report: {folder / 'report.html'}")
 
 
 @app.command()
-def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
-    """Train once: warm start and reinforcement learning, then measure and rule; no live traffic, no second cycle."""
-    _turn(config, [*(set_ or []), *ONCE], run_dir)
+def train(config: ConfigFile, set_: TrainOverrides = None, run_dir: RunDir = None) -> None:
+    """Train on a data file: supervised fine-tuning or preferences, to an adapter or model that other tools load.
+
+    In a folder that holds an unfinished run of the same configuration and data, go on from the last checkpoint.
+    """
+    from evergrad.loop.offline import train as train_offline
+
+    with _resumable():
+        train_offline(config, set_ or [], run_dir)
 
 
-def _turn(config: Path, overrides: list[str], run_dir: Path | None) -> None:
-    from evergrad.loop import run_loop
-
+@contextmanager
+def _resumable() -> Iterator[None]:
     try:
-        folder = run_loop(config, overrides, run_dir)
+        yield
     except KeyboardInterrupt:
         typer.echo("the same command goes on from where it was", err=True)
         raise
-    typer.echo(f"report: {folder / 'report.html'}")
 
 
 @app.command("eval")

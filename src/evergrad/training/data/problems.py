@@ -18,8 +18,8 @@ _WIDTH = 60
 class Problem:
     """One thing that is wrong.
 
-    >>> str(Problem(3, "messages[1].role", "no role of a message", "'asistant'", "did you mean 'assistant'?"))
-    "line 3, messages[1].role: no role of a message, got 'asistant'. Next: did you mean 'assistant'?"
+    >>> Problem(3, "messages[1].role", "no role of a message", "'asistant'", "did you mean 'assistant'?").told("my.jsonl")
+    "my.jsonl:3: messages[1].role: no role of a message, got 'asistant'. Next: did you mean 'assistant'?"
     """
 
     line: int
@@ -31,10 +31,19 @@ class Problem:
     """The offending value as :func:`shown` writes it; empty where there is none to show."""
     fix: str
 
-    def __str__(self) -> str:
-        place = ", ".join(part for part in (f"line {self.line}" if self.line else "", self.field) if part)
+    def place(self, path: str) -> str:
+        """File and line, as editors and ``grep -n`` write them."""
+        return f"{path}:{self.line}" if self.line else path
+
+    @property
+    def complaint(self) -> str:
+        """The field, what is wrong with it, and its value."""
         got = f", got {self.value}" if self.value else ""
-        return f"{place}: {self.what}{got}. Next: {self.fix}" if place else f"{self.what}{got}. Next: {self.fix}"
+        return f"{self.field}: {self.what}{got}" if self.field else f"{self.what}{got}"
+
+    def told(self, path: str) -> str:
+        """All of it in one line."""
+        return f"{self.place(path)}: {self.complaint}. Next: {self.fix}"
 
 
 class DataError(InputError):
@@ -43,10 +52,8 @@ class DataError(InputError):
     def __init__(self, path: str, problems: Sequence[Problem], total: int) -> None:
         self.problems, self.total = tuple(problems), total
         first = problems[0]
-        place = ", ".join(part for part in (f"line {first.line}" if first.line else "", first.field) if part)
-        got = f", got {first.value}" if first.value else ""
-        others = f" ({total - 1} more: evergrad data check {path})" if total > 1 else ""
-        super().__init__(f"{place}: {first.what}{got}" if place else f"{first.what}{got}", where=path, hint=first.fix + others)
+        others = f"; {total - 1} more: evergrad data check {path}" if total > 1 else ""
+        super().__init__(first.complaint, where=first.place(path), hint=first.fix + others)
 
 
 def shown(value: Any) -> str:

@@ -60,6 +60,14 @@ class Sink(Config):
             SinkError: its package is not installed, or refuses; says what to do.
         """
 
+    def check(self) -> None:
+        """
+        Raises:
+            SinkError: its package is not installed; said before a run begins.
+        """
+        if self.module:
+            self.imported()
+
     @classmethod
     def imported(cls) -> Any:
         """The sink's package.
