@@ -200,6 +200,9 @@ def _answered(
         said = _string(finder, field, answer)
         asked = _string(finder, prompt_field, prompt, empty=True)
         return None if finder.problems or said is None or asked is None else Text(asked, said)
+    if isinstance(prompt, str):
+        finder.note(field, "must be text as the prompt is", answer, f"write '{prompt_field}' and '{field}' alike")
+        return None
     if not isinstance(prompt, list):
         finder.note(prompt_field, "must be text, or a list of messages", prompt, f"write '{prompt_field}' and '{field}' alike")
         return None
