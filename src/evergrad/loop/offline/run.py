@@ -36,7 +36,7 @@ from evergrad.training.data import Dataset, load_dataset
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.training.sinks.jsonl import Jsonl
 from evergrad.training.trainer import Trainer
-from evergrad.types import EvergradError, TrainingBatch, TrainingSample
+from evergrad.types import EvergradError, InputError, TrainingBatch, TrainingSample
 
 
 def train(config_path: Path, overrides: list[str] | None = None, run_dir: Path | None = None) -> Path:
@@ -91,7 +91,7 @@ class Data:
                 text = f"{twice} of {len(self.heldout)} held-out rows are trained, too: their loss says nothing about new ones"
                 screen.note(text, style="yellow")
         if not self.trained:
-            raise EvergradError("all rows are held out", where=settings.file, hint="lower data.heldout")
+            raise InputError("all rows are held out", where=settings.file, hint="lower data.heldout")
         for each in (self.file, self.heldout_file):
             if each is not None and each.dropped:
                 screen.note(f"{each.path}: {len(each.dropped)} over-long rows are dropped, the first in line {each.dropped[0]}")
