@@ -15,7 +15,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow check format bench-engine bench-rollouts docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -57,6 +57,10 @@ test: $(READY)  ## Run the tests (minutes on two cores)
 
 test-slow: $(READY)  ## Run the tests that take minutes each: every process killed at every stage
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-trl: $(READY)  ## Compare losses and gradients with TRL's own (installs the extra trl first)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
+	$(BIN)/python -m pytest -m trl -s $(PYTEST_ARGS)
 
 check: $(READY)  ## Lint, format, types, import contract, function length
 	$(BIN)/ruff check .

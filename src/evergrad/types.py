@@ -312,6 +312,8 @@ class TrainingBatch:
     """Positions with ``loss_mask`` 1 over all samples, zero-advantage ones included, over-age ones excluded."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the data itself: reward, staleness, lengths, outcome counts. They ride with the batch they describe."""
+    num_samples: int | None = None
+    """Samples with a mask in the whole optimizer step, when this batch is only a part of it; counted here when ``None``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evergrad.rollouts import ESTIMATORS, assign_advantages, cut_samples, estimate
+from evergrad.rollouts import (
+    ESTIMATORS,
+    assign_advantages,
+    cut_samples,
+    estimate,
+    generalized_advantages,
+    overlong_penalty,
+)
 from evergrad.types import (
     Completion,
     EvergradError,
@@ -124,6 +131,47 @@ def test_any_finite_rewards_give_finite_bounded_advantages(name: str, rewards: l
         assert abs(math.fsum(advantages)) <= 1e-6 * max(1.0, max(abs(each) for each in rewards)) * len(rewards)
     if name == "group_normalized":
         assert all(abs(each) <= math.sqrt(len(rewards)) * (1 + 1e-6) for each in advantages)
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [0.2, 0.9, 0.4, 0.4], [3.0, -1.0, 2.0]])
+def test_leave_one_out_compares_with_the_others(rewards: list[float]) -> None:
+    others = [[r for j, r in enumerate(rewards) if j != i] for i in range(len(rewards))]
+    expected = [r - math.fsum(o) / len(o) for r, o in zip(rewards, others, strict=True)]
+    assert estimate("leave_one_out", rewards) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"constant"}))
+def test_groups_that_tell_nothing_or_are_broken_have_a_named_outcome(name: str) -> None:
+    assert estimate(name, [0.7]) == [0.0]
+    assert estimate(name, [0.7] * 4) == [0.0] * 4
+    assert estimate(name, []) == []
+    for broken in (math.nan, math.inf):
+        with pytest.raises(EvergradError, match=f"reward 1 of 3 is {broken}"):
+            estimate(name, [1.0, broken, 0.0])
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), max_size=8),
+    discount=st.sampled_from([1.0, 0.9]),
+    decay=st.sampled_from([0.0, 0.95, 1.0]),
+)
+def test_generalized_advantages_are_the_sum_of_later_errors(
+    steps: list[tuple[float, float]], discount: float, decay: float
+) -> None:
+    rewards, values = [r for r, _ in steps], [v for _, v in steps]
+    errors = [r + discount * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=bool(steps))]
+    expected = [
+        sum((discount * decay) ** (later - t) * errors[later] for later in range(t, len(errors))) for t in range(len(errors))
+    ]
+    found = generalized_advantages(rewards, values, discount=discount, decay=decay)
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_price_on_length_falls_in_a_line() -> None:
+    prices = [overlong_penalty(n, longest=100, margin=40) for n in (0, 60, 70, 100, 1000)]
+    assert prices == [0.0, 0.0, -0.25, -1.0, -1.0]
+    with pytest.raises(ValueError, match="margin 0"):
+        overlong_penalty(1, longest=10, margin=0)
 
 
 def test_an_unknown_estimator_names_the_nearest() -> None:

@@ -23,7 +23,7 @@ def trained(draw: st.DrawFn) -> list[TrainedTokens]:
         logprobs = tuple(-float(100 * number + position) for position in range(len(token_ids)))
         temperature = draw(st.sampled_from([0.5, 1.0]))
         sample = TrainingSample(tuple(token_ids), (0,) * len(token_ids), logprobs, logprobs, 0, 0, temperature)
-        items.append(TrainedTokens(sample, np.array(sorted(positions))))
+        items.append(TrainedTokens(sample, np.array(sorted(positions)), len(positions)))
     return items
 
 
@@ -55,7 +55,9 @@ def test_every_token_is_predicted_from_its_own_context_and_every_context_is_ther
         assert set(forest.row_of_pair.tolist()) == set(range(len(rows)))
         pairs = [(*rows[row], target) for row, target in zip(forest.row_of_pair, forest.targets.tolist(), strict=True)]
         assert len(set(pairs)) == len(pairs)
-        for pair, logprob, advantage in zip(forest.pair_of_token, forest.behaviour_logprobs, forest.advantages, strict=True):
+        for pair, logprob, advantage in zip(
+            forest.pair_of_token, forest.column("logprobs"), forest.column("advantages"), strict=True
+        ):
             node, temperature, target = pairs[pair]
             found.append((contexts[node], target, temperature, logprob))
             assert advantage == logprob
@@ -94,7 +96,7 @@ def test_the_block_cut_is_the_ancestor_relation(items: list[TrainedTokens], max_
 
 def test_a_group_costs_its_distinct_tokens() -> None:
     samples = [make_sample([1, 2, 3], [4, 5, 6, last, 9]) for last in (7, 7, 8)]
-    items = [TrainedTokens(sample, np.arange(3, 8)) for sample in samples]
+    items = [TrainedTokens(sample, np.arange(3, 8), 5) for sample in samples]
     (forest,) = plant(items, 1000)
     # Six tokens for all, one more where they differ; the last token of each is predicted, not computed.
     assert forest.num_nodes == 8
@@ -106,6 +108,6 @@ def test_a_group_costs_its_distinct_tokens() -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_cut_does_not_depend_on_the_order_of_samples(order: int) -> None:
     samples = [make_sample([1, 2], [number % 3, number % 5, 4]) for number in range(9)]
-    items = [TrainedTokens(sample, np.arange(2, 5)) for sample in samples][::order]
+    items = [TrainedTokens(sample, np.arange(2, 5), 3) for sample in samples][::order]
     cut = plant(items, 7)
     assert [forest.token_ids.tolist() for forest in cut] == [forest.token_ids.tolist() for forest in plant(items[::-1], 7)]

@@ -51,7 +51,7 @@ def reference_gradients(
             row = logits[position - 1] / sample.temperature
             logprob = row[sample.token_ids[position]] - torch.logsumexp(row, 0)
             if name == "cross_entropy":
-                term = -logprob
+                term = -sample.advantages[position] * logprob
             else:
                 weight = min(math.exp(logprob.item() - sample.logprobs[position]), cap)
                 term = -weight * sample.advantages[position] * logprob
@@ -169,7 +169,9 @@ def test_lora_gradients_equal_those_of_peft(model_folder: Path, tmp_path: Path) 
     for sample in batch.samples:
         logprobs = torch.log_softmax(model(input_ids=torch.tensor([sample.token_ids])).logits[0], -1)
         for position in [p for p, masked in enumerate(sample.loss_mask) if masked]:
-            loss = loss - logprobs[position - 1, sample.token_ids[position]] / batch.num_valid_tokens
+            loss = (
+                loss - sample.advantages[position] * logprobs[position - 1, sample.token_ids[position]] / batch.num_valid_tokens
+            )
     loss.backward()
     names = {"lora_A.default.weight": "lora_a", "lora_B.default.weight": "lora_b"}
     expected = {}

@@ -103,10 +103,14 @@ class RLConfig(Config):
             raise ValueError(
                 f"advantage '{self.advantage}' needs group_size >= 2: one rollout is its own mean; raise group_size"
             )
-        if self.max_off_policy_steps > 0 and self.loss.name != "policy_gradient":
+        rule = self.loss.build()
+        if rule.unit == "pair" or rule.teacher:
+            needs = "preference pairs" if rule.unit == "pair" else "a teacher's log-probabilities"
+            raise ValueError(f"loss '{self.loss.name}' needs {needs}, which rollouts do not have; use 'policy_gradient'")
+        if self.max_off_policy_steps > 0 and not rule.corrects_staleness:
             raise ValueError(
-                f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient' "
-                "or max_off_policy_steps = 0"
+                f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient', "
+                "or anchor = 'behaviour', or max_off_policy_steps = 0"
             )
         return self
 
@@ -218,6 +222,10 @@ class RunConfig(Config):
         if self.placement.mode == "disaggregated" and any(r.rl.max_off_policy_steps == 0 and r.rl.steps for r in recipes):
             raise ValueError(
                 "placement.mode = 'disaggregated' overlaps rollouts with training, so rl.max_off_policy_steps must be >= 1"
+            )
+        if self.trainer.method == "full" and any(r.rl.loss.build().needs_reference and r.rl.steps for r in recipes):
+            raise ValueError(
+                "full fine-tuning keeps no frozen reference for the loss's kl_coef; set trainer.method = 'lora' or kl_coef = 0"
             )
         if self.eval.n < self.gate.min_n:
             raise ValueError(

@@ -19,7 +19,7 @@ from evergrad.rollouts._run import (
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
 from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
-from evergrad.rollouts.advantages import ESTIMATORS, estimate
+from evergrad.rollouts.advantages import ESTIMATORS, estimate, generalized_advantages, overlong_penalty
 
 __all__ = [
     "ESTIMATORS",
@@ -43,8 +43,10 @@ __all__ = [
     "derive_seed",
     "estimate",
     "extends",
+    "generalized_advantages",
     "greedy_rollout",
     "keep_filled",
+    "overlong_penalty",
     "read_rollouts",
     "rollout_json",
     "run_group",

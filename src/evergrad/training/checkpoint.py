@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from evergrad.transfer.files import write_safetensors
 _FORMAT = 1
 _STATE = "state.json"
 _RNG = "rng_state"
-_WEIGHT, _MOMENT = "weight:", "optimizer:"
+_WEIGHT, _MOMENT, _REFERENCE = "weight:", "optimizer:", "reference:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Checkpoint:
     optimizer: Mapping[str, Mapping[str, Tensor]]
     """Parameter name to what the optimizer remembers of it."""
     rng_state: Tensor
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the frozen reference, where it is not the base model."""
 
 
 def write_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> None:
@@ -41,6 +43,7 @@ def write_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> None:
         TransferError: the disk refused; an older checkpoint is untouched.
     """
     tensors: dict[str, Tensor] = {f"{_WEIGHT}{name}": tensor for name, tensor in checkpoint.weights.items()}
+    tensors |= {f"{_REFERENCE}{name}": tensor for name, tensor in checkpoint.reference.items()}
     for name, values in checkpoint.optimizer.items():
         tensors |= {f"{_MOMENT}{key}:{name}": value for key, value in values.items()}
     state = {
@@ -78,7 +81,12 @@ def read_checkpoint(folder: Path | str) -> Checkpoint:
         identity=state["identity"],
         updates=state["updates"],
         policy_version=state["policy_version"],
-        weights={name.removeprefix(_WEIGHT): tensor for name, tensor in tensors.items() if name.startswith(_WEIGHT)},
+        weights=_under(_WEIGHT, tensors),
         optimizer=optimizer,
         rng_state=tensors[_RNG],
+        reference=_under(_REFERENCE, tensors),
     )
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

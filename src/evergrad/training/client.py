@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ import httpx
 
 from evergrad.training.config import LossConfig, TrainerError
 from evergrad.training.wire import batch_json
-from evergrad.types import TrainingBatch
+from evergrad.types import TrainingBatch, TrainingSample
 
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -74,6 +75,12 @@ class TrainerClient:
         """Log-probability of each token but the first, given those before it."""
         answer = await self._send("POST", "/logprobs", {"token_ids": list(token_ids), "temperature": temperature})
         return [float(value) for value in answer["logprobs"]]
+
+    async def score(self, samples: Sequence[TrainingSample], *, reference: bool = False) -> list[tuple[float, ...]]:
+        """Log-probabilities of the samples' masked tokens (see ``Trainer.score``)."""
+        body = {"samples": [asdict(sample) for sample in samples], "reference": reference}
+        answer = await self._send("POST", "/score", body)
+        return [tuple(map(float, values)) for values in answer["logprobs"]]
 
     async def health(self) -> dict[str, Any]:
         """``status``, ``updates``, ``policy_version``, the ``operation`` under way and its ``seconds``; within 5 s."""

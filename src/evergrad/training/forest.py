@@ -6,7 +6,7 @@ Sorted samples give the trees in depth-first order, one after another. In that o
 an ancestor of node b (or b itself) iff ``a <= b < end[a]``.
 
 Names: N nodes, R distinct (node, temperature) whose next-token distribution is wanted, P distinct (row of R, next token) whose
-log-probability is, T trained (sample, position).
+log-probability is, T trained (sample, position), S samples.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class TrainedTokens:
     sample: TrainingSample
     positions: IntArray
     """Ascending, none of them 0 (a first token has no context to be predicted from)."""
+    num_valid: int
+    """Positions with a mask, those that are not trained because they have no gradient included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +54,68 @@ class Forest:
     """[P] token that is predicted."""
     pair_of_token: IntArray
     """[T] index into P."""
-    behaviour_logprobs: FloatArray
-    """[T]"""
-    advantages: FloatArray
-    """[T]"""
+    items: tuple[TrainedTokens, ...]
+    """[S] in the order in which their tokens are in T."""
+    sample_of_token: IntArray
+    """[T] index into S; ascending."""
+    group_of_sample: IntArray
+    """[S] from 0, in order of appearance; a sample without a group is one of its own."""
 
     @property
     def num_nodes(self) -> int:
         return len(self.token_ids)
 
+    def column(self, field: str) -> FloatArray:
+        """[T] what the samples say of each trained token in one of their per-token fields."""
+        parts = [np.asarray(getattr(item.sample, field), dtype=np.float64)[item.positions] for item in self.items]
+        return np.concatenate(parts)
 
-def plant(trained: Sequence[TrainedTokens], max_nodes: int) -> list[Forest]:
+
+def plant(trained: Sequence[TrainedTokens], max_nodes: int, *, keep_groups: bool = False) -> list[Forest]:
     """Cuts samples into forests of at most ``max_nodes`` nodes each, or one sample where that alone is longer.
 
     The cut depends only on the samples, not on their order. Nothing after a sample's last trained token is computed, nor is
     that token itself: it is only predicted.
+
+    Args:
+        trained: Samples with at least one position each.
+        max_nodes: Distinct tokens of one forest.
+        keep_groups: Never cut between samples of the same ``group_id``.
     """
-    ordered = sorted(trained, key=_order)
     forests: list[Forest] = []
     growing: list[TrainedTokens] = []
     num_nodes = 0
     previous: IntArray | None = None
-    for item in ordered:
-        tokens = _context(item)
-        new = len(tokens) - (_common_prefix(previous, tokens) if previous is not None else 0)
+    for block in _blocks(trained, keep_groups):
+        new, last = _new_nodes(block, previous)
         if growing and num_nodes + new > max_nodes:
-            forests.append(_grow(growing))
-            growing, num_nodes, new = [], 0, len(tokens)
-        growing.append(item)
+            forests.append(_grow(sorted(growing, key=_order)))
+            growing, num_nodes = [], 0
+            new, last = _new_nodes(block, None)
+        growing.extend(block)
         num_nodes += new
-        previous = tokens
+        previous = last
     if growing:
-        forests.append(_grow(growing))
+        forests.append(_grow(sorted(growing, key=_order)))
     return forests
+
+
+def _blocks(trained: Sequence[TrainedTokens], keep_groups: bool) -> list[list[TrainedTokens]]:
+    """What must not be cut, each part and the whole in tree order."""
+    blocks: dict[object, list[TrainedTokens]] = {}
+    for number, item in enumerate(sorted(trained, key=_order)):
+        blocks.setdefault(item.sample.group_id if keep_groups and item.sample.group_id else number, []).append(item)
+    return list(blocks.values())
+
+
+def _new_nodes(block: Sequence[TrainedTokens], previous: IntArray | None) -> tuple[int, IntArray | None]:
+    """At most how many nodes a block adds after a path, and the path that it ends with. Exact for blocks of one."""
+    count = 0
+    for item in block:
+        tokens = _context(item)
+        count += len(tokens) - (_common_prefix(previous, tokens) if previous is not None else 0)
+        previous = tokens
+    return count, previous
 
 
 def _order(item: TrainedTokens) -> tuple[tuple[int, ...], tuple[int, ...], float, str]:
@@ -129,6 +160,8 @@ def _grow(items: Sequence[TrainedTokens]) -> Forest:
     for node in path:
         ends[node] = len(token_ids)
     pair_rows, targets = (np.asarray(column, dtype=np.int64) for column in zip(*pairs, strict=True))
+    groups: dict[object, int] = {}
+    group_of_sample = [groups.setdefault(item.sample.group_id or number, len(groups)) for number, item in enumerate(items)]
     order = np.argsort(pair_rows, kind="stable")
     rank = np.argsort(order, kind="stable")
     return Forest(
@@ -140,6 +173,7 @@ def _grow(items: Sequence[TrainedTokens]) -> Forest:
         row_of_pair=pair_rows[order],
         targets=targets[order],
         pair_of_token=rank[np.asarray(pair_of_token, dtype=np.int64)],
-        behaviour_logprobs=np.concatenate([np.asarray(i.sample.logprobs, dtype=np.float64)[i.positions] for i in items]),
-        advantages=np.concatenate([np.asarray(i.sample.advantages, dtype=np.float64)[i.positions] for i in items]),
+        items=tuple(items),
+        sample_of_token=np.repeat(np.arange(len(items)), [len(item.positions) for item in items]),
+        group_of_sample=np.asarray(group_of_sample, dtype=np.int64),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ class LoraLinear(nn.Module):
         self.lora_a = nn.Parameter(torch.empty(config.rank, base.in_features, dtype=dtype, device=base.weight.device))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, config.rank, dtype=dtype, device=base.weight.device))
         self.scale = config.alpha / config.rank
+        self.reference: tuple[Tensor, Tensor] | None = None
+        """A and B of the frozen reference; None when that is the base model."""
+        self.as_reference = False
         self.reset(generator)
 
     @torch.no_grad()
@@ -40,9 +44,17 @@ class LoraLinear(nn.Module):
         bound = 1.0 / math.sqrt(self.lora_a.shape[1])
         self.lora_a.copy_(torch.empty(self.lora_a.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator))
         self.lora_b.zero_()
+        self.reference = None
+
+    def freeze(self) -> None:
+        """Makes the adapter, as it is now, the reference."""
+        self.reference = self.lora_a.detach().clone(), self.lora_b.detach().clone()
 
     def forward(self, x: Tensor) -> Tensor:
-        output = _LoraProduct.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self.lora_a, self.lora_b, self.scale)  # type: ignore[no-untyped-call]
+        if self.as_reference and self.reference is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        lora_a, lora_b = self.reference if self.as_reference and self.reference is not None else (self.lora_a, self.lora_b)
+        output = _LoraProduct.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, lora_a, lora_b, self.scale)  # type: ignore[no-untyped-call]
         return output.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
 
@@ -115,11 +127,41 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int, dtype: torch.dtype
     return layers
 
 
+@contextmanager
+def as_reference(layers: Mapping[str, LoraLinear]) -> Iterator[None]:
+    """Inside, the model computes what the frozen reference does, and nothing has a gradient."""
+    for layer in layers.values():
+        layer.as_reference = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers.values():
+            layer.as_reference = False
+
+
 def adapter_tensors(layers: Mapping[str, LoraLinear]) -> Iterator[tuple[str, Tensor]]:
     """The adapter under PEFT's names."""
     for name, layer in layers.items():
         yield f"{_PREFIX}{name}.lora_A.weight", layer.lora_a.detach()
         yield f"{_PREFIX}{name}.lora_B.weight", layer.lora_b.detach()
+
+
+def reference_tensors(layers: Mapping[str, LoraLinear]) -> Iterator[tuple[str, Tensor]]:
+    """The frozen reference, under names of this module's own; nothing where it is the base model."""
+    for name, layer in layers.items():
+        if layer.reference is not None:
+            yield f"{name}.a", layer.reference[0]
+            yield f"{name}.b", layer.reference[1]
+
+
+def load_reference_tensors(layers: Mapping[str, LoraLinear], tensors: Mapping[str, Tensor]) -> None:
+    """Takes over what :func:`reference_tensors` gave."""
+    for name, layer in layers.items():
+        layer.reference = None
+        if f"{name}.a" in tensors:
+            device = layer.lora_a.device
+            layer.reference = tensors[f"{name}.a"].to(device), tensors[f"{name}.b"].to(device)
 
 
 def load_adapter_tensors(layers: Mapping[str, LoraLinear], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -8,10 +8,8 @@ import torch
 
 from evergrad.training.forest import Forest
 from evergrad.training.losses import Loss, TokenTensors
+from evergrad.training.losses.base import MAX_LOG_RATIO
 from evergrad.types import TrainingBatch
-
-_MAX_LOG_RATIO = 20.0
-"""Bounds what one absurd token does to a mean."""
 
 
 class Meter:
@@ -22,7 +20,7 @@ class Meter:
         self._loss = 0.0
         self._ratio_sum = self._kl_sum = 0.0
         self._ratio_max_error = 0.0
-        self._clipped = 0
+        self._figures: dict[str, tuple[float, int]] = {}
         self._tokens = 0
 
     @torch.no_grad()
@@ -30,15 +28,17 @@ class Meter:
         """Takes one micro-batch in."""
         self._loss += float(loss)
         self._tokens += len(tokens.logprobs)
-        if not self._rule.needs_advantage:
+        for name, values in self._rule.figures(tokens).items():
+            total, count = self._figures.get(name, (0.0, 0))
+            self._figures[name] = total + float(values.double().sum()), count + values.numel()
+        if not self._rule.needs_behaviour:
             return
-        log_ratio = (tokens.logprobs - tokens.behaviour_logprobs).double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        log_ratio = (tokens.logprobs - tokens.behaviour_logprobs).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         self._ratio_sum += float(ratio.sum())
         self._ratio_max_error = max(self._ratio_max_error, float((ratio - 1).abs().max()))
         # KL(μ‖π) without its variance: mean of r − 1 − log r, every term of which is at least 0 (Schulman 2020).
         self._kl_sum += float((ratio - 1 - log_ratio).sum())
-        self._clipped += int(self._rule.clipped(tokens).sum())
 
     def metrics(self, forests: Sequence[Forest]) -> dict[str, float]:
         """See ``Trainer.forward_backward``."""
@@ -51,11 +51,11 @@ class Meter:
             "batch_tokens": float(sum(len(sample.token_ids) for sample in samples)),
             "micro_batches": float(len(forests)),
         }
-        if self._rule.needs_advantage and self._tokens:
+        metrics |= {name: total / count for name, (total, count) in self._figures.items()}
+        if self._rule.needs_behaviour and self._tokens:
             metrics |= {
                 "ratio_mean": self._ratio_sum / self._tokens,
                 "ratio_max_error": self._ratio_max_error,
                 "mismatch_kl": self._kl_sum / self._tokens,
-                "clipped_share": self._clipped / self._tokens,
             }
         return metrics

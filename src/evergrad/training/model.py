@@ -20,7 +20,7 @@ _CHECK_TOLERANCE = 1e-3
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Loads a local Hugging Face folder, ready for :func:`pair_logprobs`.
+    """Loads a local Hugging Face folder, ready for :func:`score_forest`.
 
     Raises:
         TrainerError: no such folder, not a causal language model, or damaged weights.
@@ -35,8 +35,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
-def pair_logprobs(model: Any, forest: Forest) -> Tensor:
-    """Log-probability of every (node, target, temperature) of ``forest``, [P], in float32 or wider."""
+def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of every trained token of ``forest``, [T], and on demand the entropy of the distribution that it was
+    drawn from, [T]; in float32 or wider."""
     head = model.get_output_embeddings()
     device = head.weight.device
     wide = torch.promote_types(head.weight.dtype, torch.float32)
@@ -48,14 +49,20 @@ def pair_logprobs(model: Any, forest: Forest) -> Tensor:
         forest_plans=AttentionPlans(forest, device, head.weight.dtype),
     ).last_hidden_state[0]
     # index_select, not indexing: its backward adds rows up in a fixed order, so that a step repeats bit for bit.
-    return chosen_logprobs(
+    pair_logprobs, row_entropies = chosen_logprobs(
         hidden.index_select(0, torch.from_numpy(forest.rows).to(device)),
         head.weight,
         head.bias,
         torch.from_numpy(forest.temperatures).to(device, wide),
         torch.from_numpy(forest.row_of_pair).to(device),
         torch.from_numpy(forest.targets).to(device),
+        entropies=entropies,
     )
+    pairs = torch.from_numpy(forest.pair_of_token).to(device)
+    logprobs = pair_logprobs.index_select(0, pairs)
+    if row_entropies is None:
+        return logprobs, None
+    return logprobs, row_entropies.index_select(0, torch.from_numpy(forest.row_of_pair).to(device).index_select(0, pairs))
 
 
 @torch.no_grad()
@@ -64,8 +71,8 @@ def sequence_logprobs(model: Any, token_ids: tuple[int, ...], temperature: float
     count = len(token_ids)
     zeros = (0.0,) * count
     sample = TrainingSample(token_ids, (0, *(1,) * (count - 1)), zeros, zeros, 0, 0, temperature)
-    (forest,) = plant([TrainedTokens(sample, np.arange(1, count))], count)
-    values: list[float] = pair_logprobs(model, forest).cpu()[torch.from_numpy(forest.pair_of_token)].tolist()
+    (forest,) = plant([TrainedTokens(sample, np.arange(1, count), count - 1)], count)
+    values: list[float] = score_forest(model, forest)[0].tolist()
     return values
 
 

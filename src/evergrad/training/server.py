@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 
 from evergrad.config import Config, ConfigError, nearest, parse_config
 from evergrad.training.trainer import Trainer
-from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, StepBody
+from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, ScoreBody, StepBody
 from evergrad.transfer import SlotPublisher
 from evergrad.types import EvergradError, plain
 
@@ -71,6 +71,9 @@ class TrainerService:
 
     def logprobs(self, body: LogprobsBody) -> dict[str, Any]:
         return {"logprobs": self.trainer.logprobs(body.token_ids, body.temperature)}
+
+    def score(self, body: ScoreBody) -> dict[str, Any]:
+        return {"logprobs": self.trainer.score([sample.noun() for sample in body.samples], reference=body.reference)}
 
     def state(self) -> dict[str, Any]:
         return {"updates": self.trainer.updates, "policy_version": self.trainer.policy_version}
@@ -161,6 +164,7 @@ def trainer_app(service: TrainerService, token: str | None, on_ready: Callable[[
         "export": (FolderBody, service.export),
         "reset": (ResetBody, service.reset),
         "logprobs": (LogprobsBody, service.logprobs),
+        "score": (ScoreBody, service.score),
     }
 
     @app.post("/{name}")

@@ -3,14 +3,15 @@
 The walk of one step::
 
     TrainingBatch ──trained_tokens──▶ which positions carry a loss ──plant──▶ forests of distinct tokens (micro-batches)
-      each forest: pair_logprobs ──[P]──▶ spread to the (sample, position)s that share it ──[T]──▶ loss, summed,
-      over num_valid_tokens of the whole batch ──backward──▶ gradients add up ──optim_step──▶ clip, AdamW
+      each forest: score_forest ──log-probabilities [T]──▶ loss, its part of the whole batch's
+      ──backward──▶ gradients add up ──optim_step──▶ clip, AdamW
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,20 @@ from torch import Tensor
 
 from evergrad.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from evergrad.training.config import LossConfig, TrainerConfig, TrainerError
-from evergrad.training.forest import Forest, TrainedTokens, plant
-from evergrad.training.lora import LoraLinear, add_lora, load_adapter_tensors, write_adapter
-from evergrad.training.losses import Loss, TokenTensors
+from evergrad.training.forest import Forest, plant
+from evergrad.training.lora import (
+    LoraLinear,
+    add_lora,
+    as_reference,
+    load_adapter_tensors,
+    load_reference_tensors,
+    reference_tensors,
+    write_adapter,
+)
+from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.meter import Meter
-from evergrad.training.model import check_faithful, load_model, pair_logprobs, sequence_logprobs
+from evergrad.training.model import check_faithful, load_model, score_forest, sequence_logprobs
+from evergrad.training.selection import scored_tokens, totals_of, trained_tokens
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
 from evergrad.transfer.worker import pick_device
@@ -99,38 +109,92 @@ class Trainer:
         return {**metrics, "seconds": time.perf_counter() - started}
 
     def forward_backward(self, batch: TrainingBatch, loss: LossConfig) -> dict[str, float]:
-        """Adds the gradient of ``Σ loss / batch.num_valid_tokens`` to what is there, without moving the weights.
+        """Adds the gradient of the batch's loss to what is there, without moving the weights.
+
+        The loss divides by what the whole batch holds (see the loss), so the gradient is the same however the batch is cut
+        into micro-batches. To cut it into several calls, give each ``num_valid_tokens`` and ``num_samples`` of the whole.
 
         Metrics: ``loss``; ``sampled_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
-        ``micro_batches``; for losses of sampled tokens also ``ratio_mean``, ``ratio_max_error`` (largest |π/μ − 1|),
-        ``mismatch_kl`` (of behaviour and current policy, per trained token) and ``clipped_share``.
+        ``micro_batches``; for losses of sampled tokens also ``ratio_mean``, ``ratio_max_error`` (largest |π/μ − 1|) and
+        ``mismatch_kl`` (of behaviour and current policy, per trained token); and the loss's own figures, such as
+        ``clipped_share``, ``reference_kl``, ``entropy``, ``margin`` and ``pair_accuracy``.
 
         Raises:
-            TrainerError: a trained position is a sample's first, or has a log-probability or advantage that is not finite, a
-                token that the model does not know, or more masked positions than ``num_valid_tokens``. Named by sample and
-                position; nothing changed.
+            TrainerError: a trained position is a sample's first, has a log-probability or advantage that the loss reads and
+                that is not finite, or a token that the model does not know; more masked positions than ``num_valid_tokens``;
+                a preference pair that is none; a reference that nobody has. Named by sample and position; nothing changed.
         """
         rule = loss.build()
-        trained = trained_tokens(batch, rule.needs_advantage)
+        trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora")
         for item in trained:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        forests = plant(trained, self.config.micro_batch_tokens)
+        totals = totals_of(batch)
+        forests = plant(trained, self.config.micro_batch_tokens, keep_groups=rule.unit == "pair")
         meter = Meter(batch, rule)
         for forest in forests:
-            self._backward(forest, rule, batch.num_valid_tokens, meter)
+            self._backward(forest, rule, totals, meter)
         return meter.metrics(forests)
 
-    def _backward(self, forest: Forest, rule: Loss, denominator: int, meter: Meter) -> None:
-        pairs = pair_logprobs(self._model, forest)
+    def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
+        reference = self._reference(forest) if rule.needs_reference else None
+        logprobs, entropies = score_forest(self._model, forest, entropies=rule.needs_entropy)
+
+        def column(field: str) -> Tensor:
+            return torch.from_numpy(forest.column(field)).to(logprobs)
+
+        has_proximal = rule.needs_proximal and forest.items[0].sample.proximal_logprobs is not None
         tokens = TokenTensors(
-            logprobs=pairs.index_select(0, torch.from_numpy(forest.pair_of_token).to(pairs.device)),
-            behaviour_logprobs=torch.from_numpy(forest.behaviour_logprobs).to(pairs),
-            advantages=torch.from_numpy(forest.advantages).to(pairs),
+            logprobs=logprobs,
+            behaviour_logprobs=column("logprobs"),
+            advantages=column("advantages"),
+            sample=torch.from_numpy(forest.sample_of_token).to(self._device),
+            lengths=torch.tensor([item.num_valid for item in forest.items], device=self._device),
+            group=torch.from_numpy(forest.group_of_sample).to(self._device),
+            reference_logprobs=reference,
+            proximal_logprobs=column("proximal_logprobs") if has_proximal else None,
+            entropies=entropies,
         )
-        loss = rule(tokens).sum() / denominator
+        loss = rule.total(tokens, totals)
         loss.backward()  # type: ignore[no-untyped-call]
         meter.add(loss, tokens)
+
+    def _reference(self, forest: Forest) -> Tensor:
+        """Log-probabilities of the frozen reference, [T]: the samples' own, or computed here."""
+        if forest.items[0].sample.reference_logprobs is not None:
+            wide = torch.promote_types(self._model.dtype, torch.float32)
+            return torch.from_numpy(forest.column("reference_logprobs")).to(self._device, wide)
+        with as_reference(self._lora):
+            return score_forest(self._model, forest)[0]
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[TrainingSample], *, reference: bool = False) -> list[tuple[float, ...]]:
+        """Log-probability of each sample's masked tokens under the current policy, or under the frozen reference: one number
+        per token, 0.0 where the mask is 0.
+
+        What it returns before the first update is what ``reference_logprobs`` (of a full fine-tuning) and
+        ``proximal_logprobs`` (of several updates on one batch) hold.
+
+        Raises:
+            TrainerError: a masked token is a sample's first or unknown to the model, or the reference of a full fine-tuning
+                was asked for.
+        """
+        if reference and self.config.method == "full":
+            raise TrainerError(
+                "full fine-tuning keeps no reference", hint="score without reference=True before the first update"
+            )
+        scored = scored_tokens(samples)
+        for item in scored:
+            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+        values = {id(item.sample): np.zeros(len(item.sample.token_ids)) for item in scored}
+        for forest in plant(scored, self.config.micro_batch_tokens):
+            with as_reference(self._lora) if reference else nullcontext():
+                logprobs = score_forest(self._model, forest)[0].cpu().double().numpy()
+            for index, item in enumerate(forest.items):
+                values[id(item.sample)][item.positions] = logprobs[forest.sample_of_token == index]
+        return [
+            tuple(values[id(sample)].tolist()) if id(sample) in values else (0.0,) * len(sample.token_ids) for sample in samples
+        ]
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """Clips the gradient, applies it, and forgets it.
@@ -209,7 +273,13 @@ class Trainer:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         state = {names[id(p)]: dict(values) for p, values in self._optimizer.state.items()}
         checkpoint = Checkpoint(
-            self._identity(), self.updates, self.policy_version, dict(self._parameters), state, torch.get_rng_state()
+            self._identity(),
+            self.updates,
+            self.policy_version,
+            dict(self._parameters),
+            state,
+            torch.get_rng_state(),
+            dict(reference_tensors(self._lora)),
         )
         write_checkpoint(folder, checkpoint)
 
@@ -230,6 +300,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(checkpoint.weights[name])
+        load_reference_tensors(self._lora, checkpoint.reference)
         self._optimizer = self._fresh_optimizer()
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
@@ -258,6 +329,8 @@ class Trainer:
     def reset(self, weights_uri: str | None = None) -> None:
         """Starts anew, with a fresh optimizer, from an export of :meth:`export`, or from the base when None.
 
+        Where it starts from is the frozen reference of a LoRA from then on.
+
         Raises:
             TrainerError, TransferError: the export does not fit or is damaged; the trainer is as it was.
         """
@@ -266,6 +339,8 @@ class Trainer:
                 self._reset_lora()
             else:
                 load_adapter_tensors(self._lora, *load_adapter(weights_uri))
+                for layer in self._lora.values():
+                    layer.freeze()
         else:
             self._load_full(weights_uri or self.config.model)
         self._optimizer = self._fresh_optimizer()
@@ -289,49 +364,6 @@ class Trainer:
         shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}
         lora = self.config.lora.model_dump(mode="json") if self.config.method == "lora" else None
         return {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
-
-
-def trained_tokens(batch: TrainingBatch, needs_advantage: bool) -> list[TrainedTokens]:
-    """Which positions of which samples carry a loss; samples without any are left out.
-
-    Raises:
-        TrainerError: see :meth:`Trainer.forward_backward`.
-    """
-    masked = sum(sum(1 for value in sample.loss_mask if value) for sample in batch.samples)
-    if masked > batch.num_valid_tokens:
-        raise TrainerError(f"{masked} positions carry a loss, but num_valid_tokens is {batch.num_valid_tokens}")
-    found = []
-    for number, sample in enumerate(batch.samples):
-        _check_lengths(number, sample)
-        mask = np.asarray(sample.loss_mask, dtype=bool)
-        if needs_advantage:
-            mask &= np.asarray(sample.advantages, dtype=np.float64) != 0.0
-        positions = np.flatnonzero(mask)
-        if len(positions):
-            _check_values(number, sample, positions, needs_advantage)
-            found.append(TrainedTokens(sample, positions))
-    return found
-
-
-def _check_lengths(number: int, sample: TrainingSample) -> None:
-    lengths = {len(sample.token_ids), len(sample.loss_mask), len(sample.logprobs), len(sample.advantages)}
-    if len(lengths) != 1:
-        raise TrainerError(
-            f"sample {number}: tokens, mask, logprobs and advantages differ in length", where=sample.rollout_id or None
-        )
-
-
-def _check_values(number: int, sample: TrainingSample, positions: np.ndarray[Any, Any], needs_advantage: bool) -> None:
-    where = sample.rollout_id or None
-    if positions[0] == 0:
-        raise TrainerError(f"sample {number}: the first token has no context to be predicted from", where=where)
-    if not sample.temperature > 0.0:
-        raise TrainerError(f"sample {number}: temperature {sample.temperature} has no gradient", where=where)
-    for field in ("logprobs", "advantages") if needs_advantage else ():
-        values = np.asarray(getattr(sample, field), dtype=np.float64)[positions]
-        if not np.isfinite(values).all():
-            position = int(positions[np.flatnonzero(~np.isfinite(values))[0]])
-            raise TrainerError(f"sample {number}, position {position}: {field} is not finite", where=where)
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

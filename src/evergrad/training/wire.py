@@ -27,6 +27,9 @@ class SampleBody(Config):
     reference_logprobs: tuple[float, ...] | None = None
     proximal_logprobs: tuple[float, ...] | None = None
 
+    def noun(self) -> TrainingSample:
+        return TrainingSample(**dict(self))
+
 
 class BatchBody(Config):
     """A ``TrainingBatch``."""
@@ -34,10 +37,11 @@ class BatchBody(Config):
     samples: tuple[SampleBody, ...]
     num_valid_tokens: int
     metrics: dict[str, float] = Field(default_factory=dict)
+    num_samples: int | None = None
 
     def noun(self) -> TrainingBatch:
-        samples = tuple(TrainingSample(**dict(sample)) for sample in self.samples)
-        return TrainingBatch(samples, self.num_valid_tokens, self.metrics)
+        samples = tuple(sample.noun() for sample in self.samples)
+        return TrainingBatch(samples, self.num_valid_tokens, self.metrics, self.num_samples)
 
 
 class StepBody(Config):
@@ -67,6 +71,13 @@ class LogprobsBody(Config):
     temperature: float = Field(default=1.0, gt=0)
 
 
+class ScoreBody(Config):
+    """``POST /score``."""
+
+    samples: tuple[SampleBody, ...]
+    reference: bool = False
+
+
 class ResetBody(Config):
     """``POST /reset``."""
 
@@ -79,4 +90,5 @@ def batch_json(batch: TrainingBatch) -> dict[str, Any]:
         "samples": [asdict(sample) for sample in batch.samples],
         "num_valid_tokens": batch.num_valid_tokens,
         "metrics": dict(batch.metrics),
+        "num_samples": batch.num_samples,
     }

@@ -3,37 +3,119 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from evergrad.config import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Unit = Literal["token", "sample", "pair"]
+
+MAX_LOG_RATIO = 20.0
+"""Bounds what one absurd token does to a sum: a ratio of 5e8 is past anything that a correction can mend."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTensors:
-    """The trained tokens of one micro-batch, flat; all [tokens], aligned."""
+    """The trained tokens of one micro-batch, flat; [tokens], aligned, unless it says otherwise."""
 
     logprobs: Tensor
     """Of the current policy, under the temperature each token was sampled at; carries the gradient."""
     behaviour_logprobs: Tensor
     """Of the policy that sampled the token."""
     advantages: Tensor
+    sample: Tensor
+    """int64, ascending: index of the token's sample in this micro-batch. A sample is never split over micro-batches."""
+    lengths: Tensor
+    """[samples] valid positions of each sample, those that are not here because they have no gradient included."""
+    group: Tensor
+    """[samples] int64, from 0: samples with the same number belong together."""
+    reference_logprobs: Tensor | None = None
+    """Of a frozen reference or of a teacher; there when the loss needs it."""
+    proximal_logprobs: Tensor | None = None
+    """Of the policy before the first update on this batch; None while that is the current policy."""
+    entropies: Tensor | None = None
+    """Nats, of the whole next-token distribution under the same temperature; carry gradients; there when the loss needs it."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def proximal(self) -> Tensor:
+        """Log-probabilities of the proximal policy, without gradient."""
+        return self.logprobs.detach() if self.proximal_logprobs is None else self.proximal_logprobs
+
+    def sample_sums(self, values: Tensor) -> Tensor:
+        """[tokens] → [samples]"""
+        import torch
+
+        # Not index_add, whose order of addition is free on an accelerator: a step repeats bit for bit.
+        counts = torch.bincount(self.sample, minlength=self.num_samples)
+        return torch.segment_reduce(values, "sum", lengths=counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """How much there is of each unit in the whole optimizer step, however it is cut; what a loss divides by."""
+
+    tokens: int
+    samples: int
+
+    def of(self, unit: Unit) -> int:
+        return {"token": self.tokens, "sample": self.samples, "pair": self.samples // 2}[unit]
 
 
 class Loss(Config):
     """A frozen configuration that can be called; its fields are the loss's options."""
 
-    needs_advantage: ClassVar[bool]
-    """True for losses of sampled tokens: one whose advantage is 0 has no gradient and is not computed (but stays in the
-    denominator), and the others are compared with the policy that sampled them."""
+    unit: ClassVar[Unit] = "token"
+    """What there is one number for; ``pair`` keeps the samples of a group in one micro-batch."""
+    needs_advantage: ClassVar[bool] = True
+    """Whether advantages (weights, signs) are read; then they must be finite."""
+    needs_behaviour: ClassVar[bool] = False
+    """True for losses of sampled tokens, which are compared with the policy that sampled them."""
+    teacher: ClassVar[bool] = False
+    """The reference is another model: its log-probabilities come with the samples, and nothing here could compute them."""
+
+    @property
+    def silent_at_zero(self) -> bool:
+        """Whether a token with advantage 0 has no gradient: it is then not computed, but stays in the denominator."""
+        return self.needs_advantage
+
+    @property
+    def whole_samples(self) -> bool:
+        """Whether a token's loss depends on the others of its sample: all of them are then computed if any is."""
+        return self.unit != "token"
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+    @property
+    def needs_proximal(self) -> bool:
+        return False
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Whether tokens of an older policy get the weight that makes up for it."""
+        return False
 
     @abstractmethod
     def __call__(self, tokens: TokenTensors) -> Tensor:
-        """The loss of each token, [tokens]."""
+        """One number per unit: [tokens], [samples] or [pairs]."""
 
-    def clipped(self, tokens: TokenTensors) -> Tensor:
-        """Which tokens were kept from having their full weight, [tokens] bool; none by default."""
-        return tokens.advantages.new_zeros(tokens.advantages.shape).bool()
+    def total(self, tokens: TokenTensors, totals: Totals) -> Tensor:
+        """This micro-batch's part of the batch's loss, a scalar; the parts add up, however the batch is cut."""
+        return self(tokens).sum() / totals.of(self.unit)
+
+    def figures(self, tokens: TokenTensors) -> Mapping[str, Tensor]:
+        """What a step reports, as the mean over all micro-batches: name to any number of values."""
+        return {}

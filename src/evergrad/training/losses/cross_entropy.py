@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from evergrad.training.losses.base import Loss, TokenTensors
 
@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 
 
 class CrossEntropy(Loss):
-    """``−log π(token)``; advantages play no part."""
-
-    needs_advantage: ClassVar[bool] = False
+    """``−weight · log π(token)``; the weights are the samples' advantages, 1 for plain fine-tuning."""
 
     def __call__(self, tokens: TokenTensors) -> Tensor:
-        return -tokens.logprobs
+        return -tokens.advantages * tokens.logprobs

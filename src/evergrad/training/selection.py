@@ -1,0 +1,146 @@
+"""Which positions of a batch carry a loss, and whether what they carry can be used; all of it before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.training.config import TrainerError
+from evergrad.training.forest import TrainedTokens
+from evergrad.training.losses import Loss, Totals
+from evergrad.types import TrainingBatch, TrainingSample
+
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "advantages", "reference_logprobs", "proximal_logprobs")
+
+
+def trained_tokens(batch: TrainingBatch, rule: Loss, *, computes_reference: bool) -> list[TrainedTokens]:
+    """Which positions of which samples carry a loss; samples without any are left out.
+
+    Args:
+        batch: What to train on.
+        rule: Says what it needs of a sample.
+        computes_reference: Whether the trainer has the frozen reference, so that samples need not bring it.
+
+    Raises:
+        TrainerError: see ``Trainer.forward_backward``.
+    """
+    masked = sum(sum(1 for value in sample.loss_mask if value) for sample in batch.samples)
+    if masked > batch.num_valid_tokens:
+        raise TrainerError(f"{masked} positions carry a loss, but num_valid_tokens is {batch.num_valid_tokens}")
+    read = _fields_read(batch, rule, computes_reference)
+    found = []
+    for number, sample in enumerate(batch.samples):
+        _check_lengths(number, sample)
+        mask = np.asarray(sample.loss_mask, dtype=bool)
+        positions = np.flatnonzero(mask & _speaking(sample, mask, rule))
+        if len(positions):
+            _check_values(number, sample, positions, read)
+            found.append(TrainedTokens(sample, positions, int(mask.sum())))
+    if rule.unit == "pair":
+        _check_pairs(batch.samples, found)
+    return found
+
+
+def scored_tokens(samples: Sequence[TrainingSample]) -> list[TrainedTokens]:
+    """All masked positions of the samples that have any.
+
+    Raises:
+        TrainerError: fields of other lengths than the tokens, a masked first token, or no temperature to score under.
+    """
+    found = []
+    for number, sample in enumerate(samples):
+        _check_lengths(number, sample)
+        positions = np.flatnonzero(np.asarray(sample.loss_mask, dtype=bool))
+        if len(positions):
+            _check_values(number, sample, positions, ())
+            found.append(TrainedTokens(sample, positions, len(positions)))
+    return found
+
+
+def totals_of(batch: TrainingBatch) -> Totals:
+    """What a loss divides by.
+
+    Raises:
+        TrainerError: the batch has more samples than it says the whole step has.
+    """
+    here = sum(any(sample.loss_mask) for sample in batch.samples)
+    samples = here if batch.num_samples is None else batch.num_samples
+    if here > samples:
+        raise TrainerError(f"{here} samples carry a loss, but num_samples is {samples}")
+    return Totals(batch.num_valid_tokens, samples)
+
+
+def _speaking(sample: TrainingSample, mask: npt.NDArray[np.bool_], rule: Loss) -> npt.NDArray[np.bool_]:
+    """Which positions can have a gradient."""
+    if not rule.silent_at_zero:
+        return mask
+    speaking = mask & (np.asarray(sample.advantages, dtype=np.float64) != 0.0)
+    return mask if rule.whole_samples and speaking.any() else speaking
+
+
+def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool) -> tuple[str, ...]:
+    read = []
+    if rule.needs_behaviour:
+        read.append("logprobs")
+    if rule.needs_advantage:
+        read.append("advantages")
+    if rule.needs_reference and _brought(batch, "reference_logprobs"):
+        read.append("reference_logprobs")
+    elif rule.needs_reference and rule.teacher:
+        raise TrainerError(
+            "the loss learns from a teacher, but no sample has its log-probabilities",
+            hint="score the sampled tokens with the teacher and give them as reference_logprobs",
+        )
+    elif rule.needs_reference and not computes_reference:
+        raise TrainerError(
+            "the loss compares with a frozen reference, which full fine-tuning does not keep",
+            hint="give samples the reference_logprobs that Trainer.score returns before the first update, or use method 'lora'",
+        )
+    if rule.needs_proximal and _brought(batch, "proximal_logprobs"):
+        read.append("proximal_logprobs")
+    return tuple(read)
+
+
+def _brought(batch: TrainingBatch, field: str) -> bool:
+    """Whether the samples bring a field along: all that are trained, or none."""
+    having = [getattr(sample, field) is not None for sample in batch.samples if any(sample.loss_mask)]
+    if any(having) and not all(having):
+        raise TrainerError(f"{having.count(False)} of {len(having)} samples have no {field}", hint="give it to all, or to none")
+    return any(having)
+
+
+def _check_lengths(number: int, sample: TrainingSample) -> None:
+    values = [getattr(sample, field) for field in _PER_TOKEN]
+    if len({len(each) for each in values if each is not None}) != 1:
+        raise TrainerError(
+            f"sample {number}: tokens, mask, logprobs and advantages differ in length", where=sample.rollout_id or None
+        )
+
+
+def _check_values(number: int, sample: TrainingSample, positions: npt.NDArray[Any], read: Sequence[str]) -> None:
+    where = sample.rollout_id or None
+    if positions[0] == 0:
+        raise TrainerError(f"sample {number}: the first token has no context to be predicted from", where=where)
+    if not sample.temperature > 0.0:
+        raise TrainerError(f"sample {number}: temperature {sample.temperature} has no gradient", where=where)
+    for field in read:
+        values = np.asarray(getattr(sample, field), dtype=np.float64)[positions]
+        if not np.isfinite(values).all():
+            position = int(positions[np.flatnonzero(~np.isfinite(values))[0]])
+            raise TrainerError(f"sample {number}, position {position}: {field} is not finite", where=where)
+
+
+def _check_pairs(samples: Sequence[TrainingSample], found: Sequence[TrainedTokens]) -> None:
+    answers: dict[str, list[float]] = {sample.group_id: [] for sample in samples}
+    for item in found:
+        signs = set(np.sign(np.asarray(item.sample.advantages, dtype=np.float64)[item.positions]).tolist())
+        answers[item.sample.group_id] += signs
+    for group_id, signs_of_group in answers.items():
+        if not group_id or sorted(signs_of_group) != [-1.0, 1.0]:
+            raise TrainerError(
+                "a preference pair is two answers with at least one trained token each, one with advantages 1, one with −1",
+                where=f"group_id '{group_id}'" if group_id else "samples without group_id",
+            )
