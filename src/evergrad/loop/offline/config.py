@@ -26,7 +26,12 @@ class Method:
     """Whether it learns from pairs of answers."""
 
 
-METHODS = {"sft": Method("cross_entropy", pairs=False), "dpo": Method("dpo", pairs=True)}
+METHODS = {
+    "sft": Method("cross_entropy", pairs=False),
+    "dpo": Method("dpo", pairs=True),
+    "ipo": Method("ipo", pairs=True),
+    "simpo": Method("simpo", pairs=True),
+}
 _ELSEWHERE = "reinforcement learning and distillation learn in an environment: 'evergrad run' does them for now"
 
 
@@ -94,7 +99,7 @@ class TrainConfig(Config):
     name: str = Field(default="train", min_length=1, pattern=r"^[\w.-]+$")
     """Of the run, and of its folder under ``runs/``."""
     method: str = "sft"
-    """``sft`` (make the answers likely) or ``dpo`` (prefer one answer of a pair to the other)."""
+    """``sft`` makes the answers likely; ``dpo``, ``ipo`` and ``simpo`` prefer one answer of a pair to the other."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the method's loss, such as ``beta`` of ``dpo``."""
     model: str = "smollm2-135m"

@@ -77,7 +77,9 @@ class TrainFolder:
             if self.steps():
                 self._check_config(resolved)
                 self._check_data(data)
-            # Before the first checkpoint there is nothing to go on from: the run is this one, whatever was tried before.
+            else:
+                # There is nothing to go on from: the run is this one, whatever was tried before.
+                shutil.rmtree(self.reference, ignore_errors=True)
             write_text(path / "config.toml", to_toml(resolved))
             write_json(path / "data.json", data)
             for leftover in self._checkpoints.glob(".removed-*"):
@@ -93,6 +95,11 @@ class TrainFolder:
     def final(self) -> Path:
         """The trained model or adapter."""
         return self.path / "final"
+
+    @property
+    def reference(self) -> Path:
+        """What the reference thinks of the data, for methods that compare with one."""
+        return self.path / "reference"
 
     @property
     def report(self) -> Path:

@@ -20,23 +20,25 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evergrad.config import load_config
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._folder import write_json
 from evergrad.loop._learning import NONFINITE_STEPS
-from evergrad.loop.offline.config import METHODS, TrainConfig
-from evergrad.loop.offline.encoder import encoder_for
+from evergrad.loop.offline.config import TrainConfig
 from evergrad.loop.offline.folder import TrainFolder, is_number
-from evergrad.loop.offline.plan import Plan, Sequences, content, hold_out
+from evergrad.loop.offline.measure import heldout_figures, reference_logprobs, with_references
+from evergrad.loop.offline.plan import Plan
+from evergrad.loop.offline.rows import Data
 from evergrad.loop.offline.screen import TrainScreen
 from evergrad.registry import base_model
 from evergrad.registry.tiny import quiet_transformers
 from evergrad.training import TrainerConfig
-from evergrad.training.data import Dataset, load_dataset
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.training.sinks.jsonl import Jsonl
 from evergrad.training.trainer import Trainer
-from evergrad.types import EvergradError, InputError, TrainingBatch, TrainingSample
+from evergrad.types import EvergradError, TrainingBatch
 
 
 def train(config_path: Path, overrides: list[str] | None = None, run_dir: Path | None = None) -> Path:
@@ -73,50 +75,6 @@ def train(config_path: Path, overrides: list[str] | None = None, run_dir: Path |
     return folder.path
 
 
-class Data:
-    """The rows of a run, trained and held out."""
-
-    def __init__(self, config: TrainConfig, screen: TrainScreen) -> None:
-        settings, pairs = config.data, METHODS[config.method].pairs
-        encoder, limit = encoder_for(config.model)
-        self.file = load_dataset(settings.file, settings, encoder, limit, pairs=pairs)
-        self.heldout_file: Dataset | None = None
-        self.trained, self.heldout = hold_out(self.file.rows, settings.heldout, config.seed)
-        if settings.heldout_file is not None:
-            self.heldout_file = load_dataset(settings.heldout_file, settings, encoder, limit, pairs=pairs)
-            self.heldout = list(self.heldout_file.rows)
-            known = {content(row) for row in self.trained}
-            twice = sum(content(row) in known for row in self.heldout)
-            if twice:
-                text = f"{twice} of {len(self.heldout)} held-out rows are trained, too: their loss says nothing about new ones"
-                screen.note(text, style="yellow")
-        if not self.trained:
-            raise InputError("all rows are held out", where=settings.file, hint="lower data.heldout")
-        for each in (self.file, self.heldout_file):
-            if each is not None and each.dropped:
-                screen.note(f"{each.path}: {len(each.dropped)} over-long rows are dropped, the first in line {each.dropped[0]}")
-            if each is not None and each.truncated:
-                screen.note(f"{each.path}: {len(each.truncated)} over-long rows are cut, the first in line {each.truncated[0]}")
-
-    def identity(self) -> dict[str, dict[str, Any]]:
-        """What the files are, for the run folder and the report."""
-        files = {"training": self.file, "held-out": self.heldout_file}
-        return {
-            role: {
-                "file": each.path,
-                "sha256": each.sha256,
-                "format": each.format,
-                "rows": len(each.rows),
-                "dropped": len(each.dropped),
-                "truncated": len(each.truncated),
-                "tokens": each.tokens,
-                "trained_tokens": each.trained_tokens,
-            }
-            for role, each in files.items()
-            if each is not None
-        }
-
-
 class _Run:
     """One session of a run: from the last checkpoint to the end, or to where it is killed."""
 
@@ -136,7 +94,10 @@ class _Run:
         )
         self.loss = config.loss()
         with self.clock.phase("setup"), quiet_transformers():
+            # Nothing draws from it today; what a checkpoint holds is then the same in every process.
+            torch.manual_seed(config.seed)
             self.trainer = Trainer(_trainer_config(config))
+            self._references = self._reference()
             self.progress = folder.load(self.trainer)
         self._skipped: list[bool] = []
         self._started = time.monotonic() - self.progress.wall_s
@@ -202,12 +163,23 @@ class _Run:
         if due:
             self._save()
 
-    def _batch(self, step: int) -> TrainingBatch:
-        samples = tuple(sample for row in self.plan.batch(step) for sample in self._samples(self.data.trained[row]))
-        return TrainingBatch(samples, sum(sum(sample.loss_mask) for sample in samples))
+    def _reference(self) -> tuple[list[Any], list[Any]] | None:
+        """Log-probabilities of the reference for each sequence, trained and held out, if the loss compares with one."""
+        if not self.loss.build().needs_reference:
+            return None
+        trained, heldout = self.data.trained_samples(), self.data.heldout_samples()
+        if not self.folder.reference.is_dir():
+            self.screen.note(f"scoring {len(trained) + len(heldout)} answers under the reference, once")
+        found = reference_logprobs(self.trainer, [*trained, *heldout], self.folder.reference)
+        return found[: len(trained)], found[len(trained) :]
 
-    def _samples(self, row: Sequences) -> list[TrainingSample]:
-        return [each.sample(self.data.file.path) for each in row]
+    def _batch(self, step: int) -> TrainingBatch:
+        rows = self.plan.batch(step)
+        references = None
+        if self._references is not None:  # two sequences a row
+            references = [self._references[0][2 * row + side] for row in rows for side in (0, 1)]
+        samples = tuple(with_references(self.data.batch(rows), references))
+        return TrainingBatch(samples, sum(sum(sample.loss_mask) for sample in samples))
 
     def _due(self, step: int) -> bool:
         settings = self.config.checkpoint
@@ -216,19 +188,10 @@ class _Run:
     def _measure(self) -> dict[str, float]:
         """The loss of the held-out rows under the weights of now, on record under their step."""
         with self.clock.phase("eval"):
-            found = {"step": self.progress.step, "loss": self._heldout_loss()}
+            samples = with_references(self.data.heldout_samples(), self._references and self._references[1])
+            found = {"step": self.progress.step, **heldout_figures(self.trainer, self.loss, samples)}
         self.progress.heldout.append(found)
         return found
-
-    def _heldout_loss(self) -> float:
-        total = weights = 0.0
-        for row in self.data.heldout:
-            for each in row:
-                logprobs = self.trainer.logprobs(tuple(each.token_ids))
-                for start, end, weight in each.spans:
-                    total -= weight * sum(logprobs[start - 1 : end - 1])
-                    weights += weight * (end - start)
-        return total / weights
 
     def _save(self) -> None:
         settings, progress = self.config.checkpoint, self.progress
@@ -306,8 +269,6 @@ def _trainer_config(config: TrainConfig) -> TrainerConfig:
 
 def _memory_gib(*, peak: bool = False) -> float:
     """What the process holds of the machine's memory, or of the GPU's once it computes there; GiB."""
-    import torch
-
     if torch.cuda.is_available() and torch.cuda.memory_allocated():
         return float(torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**30
     statm = Path("/proc/self/statm")

@@ -168,10 +168,10 @@ def _no_format(line: int, data: Mapping[str, Any]) -> Problem:
 def _wrong_method(line: int, form: str, pairs: bool) -> Problem:
     if pairs:
         return Problem(
-            line, "", f"method 'dpo' learns from pairs, and the file is of format '{form}'", "", "set method = 'sft'"
+            line, "", f"the method learns from pairs of answers, and the file is of format '{form}'", "", "set method = 'sft'"
         )
     return Problem(
-        line, "", f"method 'sft' learns from one answer a row, and the file holds pairs ('{form}')", "", "set method = 'dpo'"
+        line, "", f"the method learns from one answer a row, and the file holds pairs ('{form}')", "", "set method = 'dpo'"
     )
 
 
