@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ lora = {{ rank = 4 }}
 [checkpoint]
 every = 2
 """
+PAIRS = ["method=dpo", f"data.file={EXAMPLES / 'preferences.jsonl'}", "schedule.lr=1e-3"]
 
 
 @pytest.fixture
@@ -59,9 +62,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, left alone."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "train.toml").write_text(CONFIG)
-    process = start(folder / "train.toml", folder / "run")
-    assert process.returncode == 0, process.stderr
-    return folder / "run"
+    return train(folder / "train.toml", [], folder / "run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed_pairs")
+    (folder / "train.toml").write_text(CONFIG)
+    return train(folder / "train.toml", PAIRS, folder / "run")
 
 
 def report_of(run: Path) -> dict[str, Any]:
@@ -104,11 +112,14 @@ sys.exit(command(["train", *sys.argv[3:]]))
 """
 
 
-def start(config: Path, run: Path, at: int = 0, moment: str = "never") -> subprocess.CompletedProcess[str]:
-    """Runs ``evergrad train`` in a process of its own that may kill itself."""
-    words = [sys.executable, "-c", KILLS, str(at), moment, str(config), "--run-dir", str(run)]
+def start_and_kill(config: Path, run: Path, at: int, moment: str, words: Sequence[str] = ()) -> None:
+    """Runs ``evergrad train`` in a process of its own that kills itself."""
+    command = [sys.executable, "-c", KILLS, str(at), moment, str(config), "--run-dir", str(run)]
+    command += [word for each in words for word in ("--set", each)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    killed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (run / "report.json").exists()
 
 
 def same_end(run: Path, other: Path) -> None:
@@ -129,30 +140,31 @@ def same_end(run: Path, other: Path) -> None:
     assert half_written(run) == []
 
 
-def check_kill(config: Path, run: Path, undisturbed: Path, at: int, moment: str) -> None:
-    killed = start(config, run, at, moment)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (run / "report.json").exists()
-    resumed = start(config, run)
-    assert resumed.returncode == 0, resumed.stderr
-    same_end(run, undisturbed)
-
-
 def test_killed_and_resumed_ends_as_if_left_alone(config: Path, tmp_path: Path, undisturbed: Path) -> None:
-    check_kill(config, tmp_path / "run", undisturbed, 3, "after")
+    start_and_kill(config, tmp_path / "run", 3, "after")
+    same_end(train(config, [], tmp_path / "run"), undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("at", range(1, 7))
 def test_killed_at_any_step(config: Path, tmp_path: Path, undisturbed: Path, at: int, moment: str) -> None:
-    check_kill(config, tmp_path / "run", undisturbed, at, moment)
+    start_and_kill(config, tmp_path / "run", at, moment)
+    same_end(train(config, [], tmp_path / "run"), undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [2, 4, 6])
 def test_killed_while_a_checkpoint_is_written(config: Path, tmp_path: Path, undisturbed: Path, at: int) -> None:
-    check_kill(config, tmp_path / "run", undisturbed, at, "saving")
+    start_and_kill(config, tmp_path / "run", at, "saving")
+    same_end(train(config, [], tmp_path / "run"), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 4])
+def test_pairs_killed_and_resumed(config: Path, tmp_path: Path, undisturbed_pairs: Path, at: int) -> None:
+    start_and_kill(config, tmp_path / "run", at, "before", PAIRS)
+    same_end(train(config, PAIRS, tmp_path / "run"), undisturbed_pairs)
 
 
 # ── What a run leaves ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -172,6 +184,37 @@ def test_the_run_folder(undisturbed: Path) -> None:
     assert report["checkpoints"] == [6]
     assert report["cost"]["total_usd"] > 0
     assert report["data"]["training"]["rows"] == 40
+
+
+@pytest.mark.parametrize("method", ["dpo", "ipo", "simpo"])
+def test_preferences_are_learned(config: Path, tmp_path: Path, undisturbed_pairs: Path, method: str) -> None:
+    run = undisturbed_pairs if method == "dpo" else train(config, [*PAIRS, f"method={method}"], tmp_path / "run")
+    lines, history = steps_on_record(run), report_of(run)["heldout"]["history"]
+    assert lines[-1]["margin"] > lines[0]["margin"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert history[-1]["pair_accuracy"] == 1.0
+    if method == "dpo":
+        # The reference is what the run started from, so that nothing is preferred at first.
+        assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_full_fine_tuning_keeps_its_reference(config: Path, tmp_path: Path) -> None:
+    words = [*PAIRS, "trainer.method=full", "steps=2", "checkpoint.every=1", "schedule.lr=1e-4"]
+    run = train(config, words, tmp_path / "run")
+    history = report_of(run)["heldout"]["history"]
+    assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert history[-1]["loss"] < history[0]["loss"]
+
+
+def test_the_held_out_loss_is_what_a_step_would_report(config: Path, tmp_path: Path) -> None:
+    # All rows are both trained, in one batch, and held out: before the first update the two figures are of the same weights.
+    for words in (["data.heldout=0"], [*PAIRS, "data.heldout=0"]):
+        file = EXAMPLES / ("chat.jsonl" if len(words) == 1 else "preferences.jsonl")
+        more = [f"data.heldout_file={file}", "steps=1", "batch_size=99"]
+        run = train(config, [*words, *more], tmp_path / f"run{len(words)}")
+        first = report_of(run)["heldout"]["history"][0]["loss"]
+        assert steps_on_record(run)[0]["loss"] == pytest.approx(first, rel=1e-5)
 
 
 def test_the_adapter_is_one_that_peft_loads(undisturbed: Path) -> None:

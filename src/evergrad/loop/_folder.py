@@ -126,8 +126,9 @@ class RunFolder:
             write_text(path, to_toml(resolved))
             return
         before = tomllib.loads(path.read_text(encoding="utf-8"))
-        # A budget may grow when a run goes on; everything else is the recipe, and stays.
-        changed = sorted(differences({**before, "budget": None}, {**resolved, "budget": None}))
+        # A budget may grow when a run goes on, and figures may go elsewhere; everything else is the recipe, and stays.
+        free = dict.fromkeys(("budget", "sinks"))
+        changed = sorted(differences({**before, **free}, {**resolved, **free}))
         if changed:
             raise EvergradError(
                 f"this folder holds a run of another configuration: {', '.join(changed)} changed",

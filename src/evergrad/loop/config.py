@@ -15,6 +15,7 @@ from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.rollouts import ESTIMATORS
 from evergrad.training import LoraConfig, LossConfig
+from evergrad.training.sinks import SinkConfig
 
 
 class EnvironmentConfig(Config):
@@ -213,6 +214,8 @@ class RunConfig(Config):
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    sinks: list[SinkConfig] = Field(default_factory=list)
+    """Where the figures of each step go besides ``metrics.jsonl``."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
 

@@ -91,13 +91,16 @@ def _price_book(config: RunConfig) -> PriceBook:
 
 
 def _check_inputs(config: RunConfig, console: LoopConsole) -> None:
-    """Fails here, before anything is started or written: prices, the environment under each setting to come, the model."""
+    """Fails here, before anything is started or written: prices, the sinks, the environment under each setting to come,
+    the model."""
     if config.budget.usd is not None and _price_book(config).unit_price(CPU_RESOURCE) is None:
         raise InputError(
             f"budget.usd = {config.budget.usd:g} cannot be kept: the price book has no price for '{CPU_RESOURCE}'",
             where=config.price_book,
             hint=f"add [prices.{CPU_RESOURCE}] to it, or limit the run by budget.minutes",
         )
+    for sink in config.sinks:
+        sink.build().check()
     settings = dict(config.environment.settings)
     for recipe in (config.learn, config.adapt or config.learn):
         Taskset(config.environment.name, {**settings, **recipe.warm_start.settings})
