@@ -109,7 +109,7 @@ def train_page() -> str:
     from evergrad.training.sinks import SINKS
 
     parts = [
-        f"# Configuration of a training\n\n{_NOTE}A training on a data file is one TOML file: `evergrad train my.toml`. Each key "
+        f"# Configuration of a training\n\n{_NOTE}A training is one TOML file: `evergrad train my.toml`. Each key "
         "can be changed on the command line: `--set schedule.lr=1e-4`. An unknown key is an error that names the nearest one. "
         "The options of the methods' losses stand with [those of the loop](config.md).\n",
         *_model_sections(TrainConfig, "", set()),
