@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from evergrad.loop.offline import TrainConfig, train
 from evergrad.loop.offline.config import ScheduleConfig
@@ -299,6 +299,24 @@ def test_a_changed_recipe_or_file_is_named_when_a_run_goes_on(config: Path, tmp_
     data.write_text("".join(data.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(InputError, match=r"training data has changed since this run began: 40 rows .* 39 rows .*mine.jsonl"):
         train(config, words, run)
+
+
+def test_another_base_model_is_named_when_a_run_goes_on(config: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(base_model("tiny"), model)
+    words = [f"model={model}", "steps=1"]
+    run = train(config, words, tmp_path / "run")
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="base model is not the one that this run began with"):
+        train(config, words, run)
+
+
+def test_a_finished_run_stays_itself_without_its_checkpoints(config: Path, tmp_path: Path) -> None:
+    run = train(config, ["steps=1"], tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError, match="seed changed"):
+        train(config, ["steps=1", "seed=9"], run)
 
 
 def test_a_run_without_a_checkpoint_may_change(config: Path, tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ class TrainFolder:
     """Opens ``path`` for one process, new or to go on.
 
     Args:
-        data: What the data files are: path, hash and number of rows of each, by role.
+        data: What the run learns from, by role: path, hash and number of rows of each data file, and under ``model`` the
+            folder and hash of the base weights.
 
     Raises:
         InputError: the folder holds a run of another configuration or of other data; names what changed.
@@ -74,7 +75,7 @@ class TrainFolder:
         self._lock = lock_folder(path)
         try:
             resolved = config.model_dump(mode="json", exclude_none=True)
-            if self.steps():
+            if self.steps() or self.report.exists():
                 self._check_config(resolved)
                 self._check_data(data)
             else:
@@ -167,7 +168,13 @@ class TrainFolder:
         before = json.loads((self.path / "data.json").read_text(encoding="utf-8"))
         for role, now in data.items():
             then = before.get(role, {})
-            if then.get("sha256") != now["sha256"]:
+            if role == "model" and then != now:
+                raise InputError(
+                    f"the base model is not the one that this run began with, of {then.get('folder')}",
+                    where=str(now["folder"]),
+                    hint="put its weights back to go on, or choose another --run-dir to start anew",
+                )
+            if then.get("sha256") != now.get("sha256"):
                 raise InputError(
                     f"the {role} data has changed since this run began: {then.get('rows')} rows with sha256 "
                     f"{str(then.get('sha256'))[:12]}… then, {now['rows']} rows with {now['sha256'][:12]}… now",

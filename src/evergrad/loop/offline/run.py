@@ -27,6 +27,7 @@ from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._folder import write_json
 from evergrad.loop._learning import NONFINITE_STEPS
 from evergrad.loop.offline.config import TrainConfig
+from evergrad.loop.offline.encoder import fingerprint
 from evergrad.loop.offline.folder import TrainFolder, is_number
 from evergrad.loop.offline.measure import heldout_figures, reference_logprobs, with_references
 from evergrad.loop.offline.plan import Plan
@@ -54,7 +55,7 @@ def train(config_path: Path, overrides: list[str] | None = None, run_dir: Path |
     for sink in config.sinks:
         sink.build().check()
     data = Data(config, screen)
-    folder = TrainFolder(run_dir or Path("runs") / config.name, config, data.identity())
+    folder = TrainFolder(run_dir or Path("runs") / config.name, config, {**data.identity(), "model": fingerprint(config.model)})
     try:
         if folder.report.exists():
             from evergrad.loop.report import read_report
