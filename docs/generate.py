@@ -6,7 +6,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,9 +97,7 @@ def config_page() -> str:
     for name in environment_names():
         settings = load_environment(name).Config
         parts.append(f"## {name}\n\n{_summary(load_environment(name))}\n\n{_table(settings)}")
-    parts.append("# Options of the losses\n\nThey stand under `options` of `[learn.rl.loss]`.\n")
-    for name, loss in LOSSES.items():
-        parts.append(f"## {name}\n\n{_summary(loss)}\n\n{_table(loss) or 'It has none.' + chr(10)}")
+    parts += loss_sections(LOSSES)
     return "\n".join(parts)
 
 
@@ -119,6 +117,29 @@ def train_page() -> str:
         need = f" Needs `pip install {sink.package}`." if sink.package else ""
         parts.append(f"## {name}\n\n{_summary(sink)}{need}\n\n{_table(sink)}")
     return "\n".join(parts)
+
+
+def loss_sections(losses: Mapping[str, type[BaseModel]]) -> list[str]:
+    """What many losses share, once; then of each loss what is its own, or has another default."""
+    from evergrad.training.losses.pairs import PairLoss
+    from evergrad.training.losses.policy import Correction, PolicyLoss
+
+    parts = [
+        "# Options of the losses\n\nThey stand under `options` of `[learn.rl.loss]`.\n",
+        f"## All losses of reinforcement learning\n\n{_summary(PolicyLoss)}\n\n{_table(PolicyLoss)}",
+        f"### correction = {{ … }}\n\n{_summary(Correction)}\n\n{_table(Correction)}",
+        f"## All losses of preference pairs\n\n{_summary(PairLoss)}\n\n{_table(PairLoss)}",
+    ]
+    for name, loss in losses.items():
+        shared = next((parent for parent in (PolicyLoss, PairLoss) if issubclass(loss, parent)), None)
+        own = _table(loss, without=_rows(shared) if shared else [])
+        instead = f"No more than [those it shares](#{_anchor(shared)}).\n" if shared else "It has none.\n"
+        parts.append(f"## {name}\n\n{_summary(loss)}\n\n{own or instead}")
+    return parts
+
+
+def _anchor(shared: type[BaseModel]) -> str:
+    return f"all-losses-of-{'preference-pairs' if shared.__name__ == 'PairLoss' else 'reinforcement-learning'}"
 
 
 def _model_sections(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
@@ -141,14 +162,19 @@ def _heading(path: str) -> str:
     return f"[[{path.removesuffix('[]')}]]" if path.endswith("[]") else f"[{path}]"
 
 
-def _table(model: type[BaseModel]) -> str:
+def _table(model: type[BaseModel], without: Sequence[str] = ()) -> str:
+    rows = [row for row in _rows(model) if row not in without]
+    return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def _rows(model: type[BaseModel]) -> list[str]:
     rows = []
     for name, field in model.model_fields.items():
         if _table_of(field.annotation) is not None:
             continue
         default = "required" if field.is_required() else _toml(field.get_default(call_default_factory=True))
         rows.append(f"| `{name}` | {_cell(_type(field.annotation))} | {default} | {_cell(field.description or '')} |")
-    return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+    return rows
 
 
 def _table_of(annotation: Any) -> type[BaseModel] | None:

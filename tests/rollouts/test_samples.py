@@ -112,7 +112,7 @@ def test_over_age_tokens_are_masked_one_by_one_and_counted() -> None:
 
 
 def test_near_equal_rewards_have_no_advantage_and_a_lone_winner_a_sane_one() -> None:
-    for name in ("group_mean", "group_normalized"):
+    for name in ("group_mean", "group_normalized", "leave_one_out"):
         assert estimate(name, [0.35] * 8) == [0.0] * 8
         residue = [0.35, 0.1 + 0.25, 0.7 / 2, 0.05 * 7, 0.35, 0.35, 1.05 / 3, 0.35 + 1e-16]
         assert estimate(name, residue) == [0.0] * 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,6 +94,26 @@ def test_the_block_cut_is_the_ancestor_relation(items: list[TrainedTokens], max_
             if window is not None:
                 ancestors = {node for node in ancestors if forest.depths[query] - forest.depths[node] < window}
             assert seen == ancestors
+
+
+@settings(max_examples=200, deadline=None)
+@given(trained(), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.integers(1, 30))
+def test_groups_are_kept_whole(items: list[TrainedTokens], groups: list[int], size: int) -> None:
+    """Group 0 stands for samples without one."""
+    items = [
+        dataclasses.replace(item, sample=dataclasses.replace(item.sample, group_id=f"g{group}" if group else ""))
+        for item, group in zip(items, groups, strict=False)
+    ]
+    forests = plant(items, size, keep_groups=True)
+    assert sorted(id(item) for forest in forests for item in forest.items) == sorted(map(id, items))
+    for name in {item.sample.group_id for item in items} - {""}:
+        homes = [forest for forest in forests if any(item.sample.group_id == name for item in forest.items)]
+        assert len(homes) == 1
+    for forest in forests:
+        names = [item.sample.group_id or number for number, item in enumerate(forest.items)]
+        assert len(set(forest.group_of_sample.tolist())) == len(set(names))
+        assert forest.sample_of_token.tolist() == [n for n, item in enumerate(forest.items) for _ in item.positions]
+        assert forest.num_nodes <= size or len(set(names)) == 1
 
 
 def test_a_group_costs_its_distinct_tokens() -> None:

@@ -87,6 +87,9 @@ async def test_a_session_from_step_to_published_weights(model_folder: Path, tmp_
                 for name, tensor in local.named_weights():
                     assert torch.equal(receiver.tensors()[name], tensor), name
             assert await client.logprobs([5, 6, 7, 8]) == local.logprobs((5, 6, 7, 8))
+            for reference in (False, True):
+                samples = BATCHES[4].samples
+                assert await client.score(samples, reference=reference) == local.score(samples, reference=reference)
             health = await client.health()
             assert (health["status"], health["updates"], health["policy_version"], health["operation"]) == ("ok", 3, 3, None)
             await client.export(str(tmp_path / "v"))
@@ -105,6 +108,15 @@ def checksums(receiver: SlotReceiver) -> dict[str, str]:
     from evergrad.transfer.slots import _checksum
 
     return {name: _checksum(tensor) for name, tensor in receiver.tensors().items()}
+
+
+def test_a_batch_on_the_wire_is_the_batch() -> None:
+    from evergrad.training.wire import BatchBody, batch_json
+
+    sample = BATCHES[0].samples[0]
+    full = dataclasses.replace(sample, group_id="g", reference_logprobs=sample.logprobs, proximal_logprobs=sample.logprobs)
+    for batch in (BATCHES[0], TrainingBatch((full,), 99, {"reward": 0.5}, 7)):
+        assert BatchBody.model_validate(json.loads(json.dumps(batch_json(batch)))).noun() == batch
 
 
 async def test_killed_again_and_again_it_ends_in_the_same_bits(model_folder: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class LossConfig(Config):
     """
 
     name: str = "policy_gradient"
-    """A line of ``training/losses``: ``policy_gradient`` or ``cross_entropy``."""
+    """A line of ``training/losses``, such as ``policy_gradient``, ``grpo``, ``gspo``, ``dpo`` or ``cross_entropy``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The loss's own fields."""
 

@@ -82,7 +82,9 @@ def _speaking(sample: TrainingSample, mask: npt.NDArray[np.bool_], rule: Loss) -
 
 
 def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool) -> tuple[str, ...]:
-    read = []
+    read: list[str] = []
+    if not any(any(sample.loss_mask) for sample in batch.samples):
+        return ()
     if rule.needs_behaviour:
         read.append("logprobs")
     if rule.needs_advantage:
@@ -136,8 +138,8 @@ def _check_values(number: int, sample: TrainingSample, positions: npt.NDArray[An
 def _check_pairs(samples: Sequence[TrainingSample], found: Sequence[TrainedTokens]) -> None:
     answers: dict[str, list[float]] = {sample.group_id: [] for sample in samples}
     for item in found:
-        signs = set(np.sign(np.asarray(item.sample.advantages, dtype=np.float64)[item.positions]).tolist())
-        answers[item.sample.group_id] += signs
+        signs = np.unique(np.sign(np.asarray(item.sample.advantages, dtype=np.float64)[item.positions]))
+        answers[item.sample.group_id].append(float(signs[0]) if len(signs) == 1 else 0.0)
     for group_id, signs_of_group in answers.items():
         if not group_id or sorted(signs_of_group) != [-1.0, 1.0]:
             raise TrainerError(

@@ -24,6 +24,7 @@ class Dppo(PolicyLoss):
     anchor: Literal["behaviour"] = "behaviour"
     """The region of trust is around the policy that sampled."""
     threshold: float = Field(gt=0)
+    """Largest divergence that may still grow."""
 
     @abstractmethod
     def divergence(self, tokens: TokenTensors) -> Tensor:

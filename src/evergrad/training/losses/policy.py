@@ -24,10 +24,13 @@ class Correction(Config):
     """
 
     kind: Literal["truncate", "mask"] = "truncate"
+    """What becomes of a weight outside [floor, cap]: the nearer bound, or 0."""
     level: Literal["token", "sequence"] = "token"
     """``sequence`` takes the product over the sample's trained tokens, the unbiased weight of the whole, for each of them."""
     cap: float = Field(default=2.0, ge=1, le=1e6)
+    """Largest weight."""
     floor: float = Field(default=0.0, ge=0, le=1)
+    """Smallest weight."""
 
     def weights(self, tokens: TokenTensors) -> Tensor:
         """[tokens], without gradient."""
