@@ -142,6 +142,20 @@ def trained(encoder: Encoder, made: Row) -> list[str]:
         ({"prompt": "a", "completion": 4}, "completion", ["must be text as the prompt is"]),
         ({"prompt": 4, "completion": "a"}, "prompt", ["must be text, or a list"]),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "rejected", ["both answers are the same"]),
+        (
+            {"prompt": [ASKED], "chosen": [{**ASKED, "role": "assistant", "weight": 0.5}], "rejected": []},
+            "rejected",
+            ["not empty"],
+        ),
+        (
+            {
+                "prompt": [ASKED],
+                "chosen": [{"role": "assistant", "content": "a", "weight": 0.5}],
+                "rejected": [{"role": "assistant", "content": "b"}],
+            },
+            "weight",
+            ["is 0 or 1, got 0.5"],
+        ),
         ({"input": [], "preferred_output": [], "non_preferred_output": []}, "input", ["an object with messages"]),
         (
             {"input": {"messages": [ASKED]}, "preferred_output": [], "non_preferred_output": []},

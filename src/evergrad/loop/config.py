@@ -107,7 +107,10 @@ class RLConfig(Config):
         rule = self.loss.build()
         if rule.unit == "pair" or rule.teacher:
             needs = "preference pairs" if rule.unit == "pair" else "a teacher's log-probabilities"
-            raise ValueError(f"loss '{self.loss.name}' needs {needs}, which rollouts do not have; use 'policy_gradient'")
+            instead = ", or 'evergrad train' with a file of pairs" if rule.unit == "pair" else ""
+            raise ValueError(
+                f"loss '{self.loss.name}' needs {needs}, which rollouts do not have; use 'policy_gradient'{instead}"
+            )
         if self.max_off_policy_steps > 0 and not rule.corrects_staleness:
             raise ValueError(
                 f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient', "

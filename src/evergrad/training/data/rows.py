@@ -230,6 +230,11 @@ def _pair(
 ) -> Pair | None:
     if finder.problems or chosen is None or rejected is None:
         return None
+    weights = [each.weights for each in (chosen, rejected) if isinstance(each, Conversation)]
+    odd = [weight for each in weights for weight in each if weight not in (0.0, 1.0)]
+    if odd:
+        finder.note("weight", "answers of a pair are compared whole: a weight is 0 or 1", odd[0], "remove it")
+        return None
     if chosen == rejected:
         finder.note(field, "both answers are the same: nothing is preferred", value, "drop the row, or give another answer")
         return None

@@ -36,11 +36,13 @@ class ChatTemplate:
     """A tokenizer's chat template, as far as training is concerned.
 
     Args:
-        tokenizer: anything with ``chat_template``, ``get_chat_template`` and ``apply_chat_template`` as transformers has them.
+        tokenizer: anything with ``chat_template``, ``get_chat_template``, ``apply_chat_template`` and
+            ``all_special_tokens`` as transformers has them.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = [str(token) for token in tokenizer.all_special_tokens]
 
     def render(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
         """The conversation as text, and where in it the trained messages are, in characters.
@@ -54,6 +56,7 @@ class ChatTemplate:
             raise RowRefused(
                 "messages", "the model's tokenizer has no chat template", "add chat_template.jinja to its folder, or use 'text'"
             )
+        self._check_no_special_tokens(messages)
         whole = self._apply(messages, tools)
         if _MARKS.search(self._tokenizer.get_chat_template(tools=tools)):
             spans = self._marked(conversation, messages, tools, whole)
@@ -61,6 +64,23 @@ class ChatTemplate:
             spans = self._between_prefixes(conversation, messages, tools, whole)
         _check_shown(conversation, whole, spans)
         return whole, tuple((start, end, conversation.weights[number]) for number, (start, end) in spans.items())
+
+    def _check_no_special_tokens(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Raises:
+            RowRefused: a message holds the text of a special token, which would be encoded as that token: what one says could
+                pass for the end of a turn, or the beginning of another's.
+        """
+        for number, message in enumerate(messages):
+            for key in ("content", "reasoning_content"):
+                token = next((each for each in self._special if each in str(message.get(key, ""))), None)
+                if token is not None:
+                    raise RowRefused(
+                        f"messages[{number}].{key}",
+                        "holds the text of one of the model's special tokens",
+                        "remove it, or write it in another way",
+                        shown(token),
+                    )
 
     def _apply(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None, *, generation_prompt: bool = False

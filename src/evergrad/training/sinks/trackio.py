@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from evergrad.training.sinks.base import RunInfo, Sink, SinkError, Writer
+from evergrad.training.sinks.identity import run_identity
 
 
 class Trackio(Sink):
@@ -17,8 +18,10 @@ class Trackio(Sink):
 
     def open(self, run: RunInfo) -> Writer:
         trackio = self.imported()
+        # Trackio knows runs by name alone, and a name may be used in more than one folder.
+        name = f"{run.name}-{run_identity(run.folder, 'trackio')[:6]}"
         try:
-            trackio.init(project=self.project, name=run.name, config=dict(run.config), resume="allow", embed=False)
+            trackio.init(project=self.project, name=name, config=dict(run.config), resume="allow", embed=False)
         except Exception as error:  # its errors are many, and none of them is ours
             raise SinkError(f"Trackio does not start: {error}"[:300], hint="try 'trackio show', or remove the sink") from error
         return _Run(trackio)
