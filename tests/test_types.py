@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ import evergrad.ledger.clock
 import evergrad.ledger.metrics
 import evergrad.ledger.prices
 import evergrad.registry.store
+import evergrad.rollouts.advantages.generalized
+import evergrad.rollouts.advantages.leave_one_out
+import evergrad.rollouts.advantages.overlong
 import evergrad.types
 from evergrad.types import EvalReport, Outcome, Usage, Verdict, plain, strict_json
 
@@ -28,6 +32,9 @@ from evergrad.types import EvalReport, Outcome, Usage, Verdict, plain, strict_js
     [
         evergrad.types,
         evergrad.registry.store,
+        sys.modules["evergrad.rollouts.advantages.generalized"],
+        sys.modules["evergrad.rollouts.advantages.leave_one_out"],
+        sys.modules["evergrad.rollouts.advantages.overlong"],
         evergrad.ledger.clock,
         evergrad.ledger.metrics,
         evergrad.ledger.prices,

@@ -155,8 +155,8 @@ GRPO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {}, {"loss_type": "grpo"}),
     "grpo, clip higher, dual clip": (
         "grpo",
-        {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 1.5},
-        {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.5},
+        {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 1.3},
+        {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.3},
     ),
     "grpo, kl": ("grpo", {"kl_coef": 0.04}, {"loss_type": "grpo", "beta": 0.04}),
     "grpo, kl of the paper": (
@@ -288,6 +288,45 @@ def test_preference_losses(model_folder: Path, reference_folder: Path, tmp_path:
     loss = trainer.compute_loss(trainer.model, inputs)
     found = ours(model_folder, samples, name, options, 4096 if count == 1 else 20)
     assert_equal(label, found, theirs(model, loss))
+
+
+def test_preferences_with_an_adapter_whose_absence_is_the_reference(model_folder: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    samples = pairs(None, 4)
+    config = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
+    fields = {"model": str(model_folder), "method": "lora", "dtype": "float64", "lora": config, "micro_batch_tokens": 20}
+    trainer = Trainer(TrainerConfig.model_validate(fields))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for layer in trainer._lora.values():
+            layer.lora_b.normal_(std=0.1, generator=generator)
+    their_trainer = DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64),
+        args=DPOConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False, beta=0.2
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "w3", "chosen": "w4", "rejected": "w5"}]),
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+        peft_config=LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "down_proj"]),
+    )
+    model = their_trainer.model.double()
+    names = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                layer, matrix = name.removeprefix("base_model.model.").removesuffix(".default.weight").rsplit(".", 1)
+                names[name] = f"{layer}.{matrix.lower()}"
+                parameter.copy_(dict(trainer._model.named_parameters())[names[name]])
+    loss = their_trainer.compute_loss(model, their_trainer.data_collator(preferences(samples)))
+    expected = theirs(model, loss)
+    batch = TrainingBatch(tuple(samples), sum(sum(sample.loss_mask) for sample in samples))
+    metrics = trainer.forward_backward(batch, LossConfig(name="dpo", options={"beta": 0.2}))
+    found = {n: p.grad for n, p in trainer._parameters.items() if p.grad is not None}
+    assert metrics["margin"] != 0.0
+    assert_equal("dpo, adapter", (metrics["loss"], found), (expected[0], {names[n]: g for n, g in expected[1].items()}))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1.2])
