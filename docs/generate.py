@@ -19,7 +19,7 @@ _NOTE = "<!-- Made by `make docs` from the code; a change here is lost. -->\n\n"
 
 def pages() -> dict[str, str]:
     """File name to content of each generated page."""
-    return {"cli.md": cli_page(), "config.md": config_page()}
+    return {"cli.md": cli_page(), "config.md": config_page(), "train.md": train_page()}
 
 
 # ── The command line ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,6 +98,24 @@ def config_page() -> str:
         settings = load_environment(name).Config
         parts.append(f"## {name}\n\n{_summary(load_environment(name))}\n\n{_table(settings)}")
     parts += loss_sections(LOSSES)
+    return "\n".join(parts)
+
+
+def train_page() -> str:
+    """Every key of a training's configuration, then the options of sinks."""
+    from evergrad.loop.offline import TrainConfig
+    from evergrad.training.sinks import SINKS
+
+    parts = [
+        f"# Configuration of a training\n\n{_NOTE}A training is one TOML file: `evergrad train my.toml`. Each key "
+        "can be changed on the command line: `--set schedule.lr=1e-4`. An unknown key is an error that names the nearest one. "
+        "The options of the methods' losses stand with [those of the loop](config.md).\n",
+        *_model_sections(TrainConfig, "", set()),
+        "# Options of the sinks\n\nThey stand under `options` of `[[sinks]]`, here and in a run of the loop.\n",
+    ]
+    for name, sink in SINKS.items():
+        need = f" Needs `pip install {sink.package}`." if sink.package else ""
+        parts.append(f"## {name}\n\n{_summary(sink)}{need}\n\n{_table(sink)}")
     return "\n".join(parts)
 
 

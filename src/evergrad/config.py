@@ -156,7 +156,7 @@ def _hashable(annotation: Any) -> Any:
 def _describe(model: type[BaseModel], item: Any) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] != "extra_forbidden":
-        return f"{path or 'configuration'}: {item['msg']}"
+        return f"{path or 'configuration'}: {item['msg'].removeprefix('Value error, ')}"
     owner = _model_at(model, item["loc"][:-1])
     hint = nearest(str(item["loc"][-1]), owner.model_fields) if owner else ""
     return f"unknown key '{path}': {hint}".rstrip(": ")

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ import typer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GENERATED = ("cli.md", "config.md")
+GENERATED = ("cli.md", "config.md", "train.md")
 WRITTEN = [page for page in PAGES if page.name not in GENERATED]
 
 
@@ -27,7 +28,9 @@ def name_of(page: Path) -> str:
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of a page in one language; ``""`` for those without one."""
     text = page.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    # All fences are matched and one language kept: the end of one block would pass for the beginning of another.
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [block for name, block in found if name == language]
 
 
 def shell_lines(page: Path) -> list[str]:
@@ -116,10 +119,14 @@ def test_python_blocks_import_what_exists(page: Path) -> None:
 def test_configuration_in_docs_is_valid(page: Path) -> None:
     from evergrad.config import parse_config
     from evergrad.loop.config import RunConfig
+    from evergrad.loop.offline import TrainConfig
 
     for block in blocks(page, "toml"):
         data = tomllib.loads(block)
-        parse_config(RunConfig, {"environment": {"name": "support_desk"}, **data}, where=name_of(page))
+        if "data" in data:
+            parse_config(TrainConfig, data, where=name_of(page))
+        else:
+            parse_config(RunConfig, {"environment": {"name": "support_desk"}, **data}, where=name_of(page))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
@@ -136,3 +143,18 @@ def test_example_configurations_are_valid(path: Path) -> None:
 def test_the_tutorial_shows_the_example_as_it_is(name: str, language: str) -> None:
     page = ROOT / "docs" / "tutorials" / "your-own-environment.md"
     assert (ROOT / "examples" / name).read_text(encoding="utf-8") in blocks(page, language)
+
+
+def test_the_commands_of_training_on_data_do_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evergrad.service.cli import command
+
+    page = ROOT / "docs" / "how-to" / "train-on-your-data.md"
+    assert (ROOT / "examples" / "train" / "sft.toml").read_text(encoding="utf-8").endswith(blocks(page, "toml")[0])
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in shell_lines(page) if re.match("evergrad (data|train) .*examples/", line)]
+    assert len(lines) == 5
+    for line in lines:
+        assert command(shlex.split(line)[1:]) == 0, line
+    for run in ("sft", "dpo"):
+        assert (tmp_path / "runs" / run / "final" / "adapter_model.safetensors").is_file()

@@ -35,6 +35,7 @@ from evergrad.loop.config import BudgetConfig, RunConfig
 from evergrad.loop.controller import _announcement, _finished
 from evergrad.loop.placement import LocalPlacement, WorkerDied
 from evergrad.registry import Registry
+from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
 
 LETTERS = Path(__file__).parents[2] / "examples" / "letters.py"
@@ -577,3 +578,21 @@ async def test_each_check_of_each_cycle_draws_tasks_of_its_own() -> None:
     assert len(set(drawn)) == 3
     assert drawn[2] == drawn[3], "a check that is made again after a crash is the same check"
     assert len({task for once in drawn for task in once}) >= 34
+
+
+def test_figures_of_the_loop_go_to_its_sinks_under_the_kind_of_the_step(tmp_path: Path) -> None:
+    from evergrad.loop._session import Session
+
+    config = load_config(RunConfig, EXAMPLES[0], ['sinks=[{name="jsonl",options={file="live.jsonl"}}]'])
+    session: Any = SimpleNamespace(
+        state=LoopState(step=1),
+        folder=SimpleNamespace(append_metrics=lambda record: None),
+        wall_s=lambda: 1.0,
+        spent_usd=lambda: None,
+        _sinks=SinkFan([sink.build() for sink in config.sinks], RunInfo("r", tmp_path, {}), print),
+    )
+    Session.record_step(session, "sft", {"loss": 0.5})
+    session._sinks.close(done=True)
+    line = json.loads((tmp_path / "live.jsonl").read_text())
+    assert (line["step"], line["sft/loss"]) == (1, 0.5)
+    assert "sft/usd" not in line

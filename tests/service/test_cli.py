@@ -139,7 +139,7 @@ def test_a_run_that_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
-def test_train_is_the_first_cycle_of_the_same_configuration() -> None:
+def test_once_is_the_first_cycle_of_the_same_configuration() -> None:
     config = load_config(RunConfig, Path(__file__).parents[2] / "examples" / "demo.toml", ONCE)
     assert config.budget.cycles == 1
     assert config.watch.requests == 0

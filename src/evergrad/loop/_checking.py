@@ -39,12 +39,14 @@ def find_environment(config: RunConfig, config_path: Path) -> RunConfig:
 
 
 def check_inputs(config: RunConfig, console: LoopConsole) -> None:
-    """Prices, cores, the environment and its tasks under each setting to come, the gate's guards, the model.
+    """Prices, sinks, cores, the environment and its tasks under each setting to come, the gate's guards, the model.
 
     Raises:
         InputError: one of them cannot be as configured.
     """
     _check_prices(config)
+    for sink in config.sinks:
+        sink.build().check()
     cores = len(os.sched_getaffinity(0))
     if config.placement.threads and config.placement.threads > cores:
         hint = f"set it to {cores} at most, or leave it out to use all"

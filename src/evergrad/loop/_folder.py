@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -81,17 +81,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise EvergradError(
-                "another process is running in this folder",
-                where=str(path),
-                hint="wait for it, stop it, or choose another --run-dir",
-            ) from None
+        self._lock = lock_folder(path)
         self._check_config(config)
 
     def close(self) -> None:
@@ -148,8 +138,9 @@ class RunFolder:
             before = tomllib.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise EvergradError(f"not valid TOML: {error}", where=str(path), hint=_ANEW) from error
-        # A budget may grow when a run goes on; everything else is the recipe, and stays.
-        changed = sorted(_differences({**before, "budget": None}, {**resolved, "budget": None}))
+        # A budget may grow when a run goes on, and figures may go elsewhere; everything else is the recipe, and stays.
+        free = dict.fromkeys(("budget", "sinks"))
+        changed = sorted(differences({**before, **free}, {**resolved, **free}))
         if changed:
             raise EvergradError(
                 f"this folder holds a run of another configuration: {', '.join(changed)} changed",
@@ -192,6 +183,26 @@ def _resolved_text(resolved: Mapping[str, Any]) -> str:
         hint = "write its keys and values in plain characters, without null"
         raise ConfigError("the configuration cannot be written as TOML", where="config.toml", hint=hint)
     return text
+
+
+def lock_folder(path: Path) -> TextIO:
+    """Makes ``path`` if need be and takes it for this process, until the returned file is closed.
+
+    Raises:
+        EvergradError: another process has it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    lock = (path / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise EvergradError(
+            "another process is running in this folder",
+            where=str(path),
+            hint="wait for it, stop it, or choose another --run-dir",
+        ) from None
+    return lock
 
 
 def _metrics_line(record: Mapping[str, Any]) -> str:
@@ -255,10 +266,11 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _differences(before: Any, now: Any, path: str = "") -> set[str]:
+def differences(before: Any, now: Any, path: str = "") -> set[str]:
+    """Dotted names of what differs; empty, absent and zero are alike, as TOML leaves them out."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = {*before, *now}
-        return set().union(*(_differences(before.get(k), now.get(k), f"{path}.{k}".lstrip(".")) for k in keys))
+        return set().union(*(differences(before.get(k), now.get(k), f"{path}.{k}".lstrip(".")) for k in keys))
     return set() if before == now or (not before and not now) else {path}
 
 

@@ -31,6 +31,7 @@ from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import Renderer, RolloutWriter, derive_seed, rollout_json
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig
+from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
 
 KEEP_CHECKPOINTS = 2
@@ -57,6 +58,7 @@ class Session:
         self.engine: EngineClient
         self.renderer: Renderer
         self.serving: Serving
+        self._sinks: SinkFan | None = None
 
     async def __aenter__(self) -> Session:
         try:
@@ -70,6 +72,8 @@ class Session:
                 await self._exit.enter_async_context(self.placement)
                 await self._start_workers(model)
                 await self._restore()
+            info = RunInfo(self.config.name, path, self.config.model_dump(mode="json"), len(self.state.steps))
+            self._sinks = SinkFan([sink.build() for sink in self.config.sinks], info, self.console.note)
         except BaseException:
             await self._exit.aclose()
             raise
@@ -78,6 +82,8 @@ class Session:
     async def __aexit__(self, *exc_info: object) -> None:
         # What happened since the last checkpoint is not saved: it is done again, from weights that match it.
         try:
+            if self._sinks is not None:
+                self._sinks.close(done=exc_info[0] is None)
             self.folder.save_wall_time(self.wall_s())
             self.writer.close()
         finally:
@@ -141,6 +147,8 @@ class Session:
             record["reward_ci95"] = t_quantile(groups - 1) * metrics["reward_se"] if groups > 1 else math.nan
         state.steps.append(record)
         self.folder.append_metrics(record)
+        if self._sinks is not None:
+            self._sinks.log(len(state.steps), {f"{kind}/{name}": value for name, value in record.items()})
         return record
 
     def record_rollouts(self, name: str, rollouts: Sequence[Rollout]) -> None:

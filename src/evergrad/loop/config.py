@@ -15,6 +15,7 @@ from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.rollouts import ESTIMATORS
 from evergrad.training import LoraConfig, LossConfig
+from evergrad.training.sinks import SinkConfig
 
 
 class EnvironmentConfig(Config):
@@ -113,7 +114,10 @@ class RLConfig(Config):
         rule = self.loss.build()
         if rule.unit == "pair" or rule.teacher:
             needs = "preference pairs" if rule.unit == "pair" else "a teacher's log-probabilities"
-            raise ValueError(f"loss '{self.loss.name}' needs {needs}, which rollouts do not have; use 'policy_gradient'")
+            instead = ", or 'evergrad train' with a file of pairs" if rule.unit == "pair" else ""
+            raise ValueError(
+                f"loss '{self.loss.name}' needs {needs}, which rollouts do not have; use 'policy_gradient'{instead}"
+            )
         if self.max_off_policy_steps > 0 and not rule.corrects_staleness:
             raise ValueError(
                 f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient', "
@@ -221,6 +225,8 @@ class RunConfig(Config):
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    sinks: list[SinkConfig] = Field(default_factory=list)
+    """Where the figures of each step go besides ``metrics.jsonl``."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
 

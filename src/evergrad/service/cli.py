@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +29,8 @@ app = typer.Typer(
 env_app = typer.Typer(name="env", help="Environments: list them, and test one before it is trained on.")
 model_app = typer.Typer(name="model", help="Model versions of a run: list, show, promote, roll back.")
 rollouts_app = typer.Typer(name="rollouts", help="Rollouts of a run, token by token.")
+data_app = typer.Typer(name="data", help="Data files: check one before it is trained on.")
+app.add_typer(data_app)
 app.add_typer(env_app)
 app.add_typer(model_app)
 app.add_typer(rollouts_app)
@@ -40,6 +45,7 @@ def _overrides(what: str, example: str) -> Any:
 
 
 Overrides = Annotated[list[str] | None, _overrides("a key", "--set learn.rl.steps=20")]
+TrainOverrides = Annotated[list[str] | None, _overrides("a key", "--set schedule.lr=1e-4")]
 Settings = Annotated[list[str] | None, _overrides("a setting of the environment", "--set contract=v2")]
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", metavar="DIR", help="Run folder; by default runs/NAME.", show_default=False)
@@ -79,29 +85,44 @@ def _start(
 
 
 @app.command()
-def run(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
+def run(
+    config: ConfigFile,
+    set_: Overrides = None,
+    run_dir: RunDir = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Train, measure and rule once: no live traffic, no second cycle.")
+    ] = False,
+) -> None:
     """Turn the loop: train, evaluate, gate, promote, serve, watch, until the budget ends.
 
     In a folder that holds an unfinished run of the same configuration, go on from where it was.
     """
-    _turn(config, set_ or [], run_dir)
+    from evergrad.loop import run_loop
+
+    with _resumable():
+        folder = run_loop(config, [*(set_ or []), *(ONCE if once else ())], run_dir)
+    typer.echo(f"report: {folder / 'report.html'}")
 
 
 @app.command()
-def train(config: ConfigFile, set_: Overrides = None, run_dir: RunDir = None) -> None:
-    """Train once: warm start and reinforcement learning, then measure and rule; no live traffic, no second cycle."""
-    _turn(config, [*(set_ or []), *ONCE], run_dir)
+def train(config: ConfigFile, set_: TrainOverrides = None, run_dir: RunDir = None) -> None:
+    """Train on a data file: supervised fine-tuning or preferences, to an adapter or model that other tools load.
+
+    In a folder that holds an unfinished run of the same configuration and data, go on from the last checkpoint.
+    """
+    from evergrad.loop.offline import train as train_offline
+
+    with _resumable():
+        train_offline(config, set_ or [], run_dir)
 
 
-def _turn(config: Path, overrides: list[str], run_dir: Path | None) -> None:
-    from evergrad.loop import run_loop
-
+@contextmanager
+def _resumable() -> Iterator[None]:
     try:
-        folder = run_loop(config, overrides, run_dir)
+        yield
     except KeyboardInterrupt:
         typer.echo("the same command goes on from where it was", err=True)
         raise
-    typer.echo(f"report: {folder / 'report.html'}")
 
 
 @app.command("eval")
@@ -137,6 +158,41 @@ def serve(
 
 
 # ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Overlong(StrEnum):
+    """What becomes of a row above the limit."""
+
+    REFUSE = "refuse"
+    TRUNCATE_LEFT = "truncate_left"
+    TRUNCATE_RIGHT = "truncate_right"
+    DROP = "drop"
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL file, one object a line.", show_default=False)],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Count its tokens and apply its chat template.", show_default=False),
+    ] = None,
+    format_: Annotated[
+        str,
+        typer.Option("--format", metavar="NAME", help="chat, prompt_completion, text, preference or preference_openai."),
+    ] = "auto",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=2, metavar="N", help="Longest row; by default the model's.", show_default=False),
+    ] = None,
+    overlong: Annotated[Overlong, typer.Option("--overlong", help="What becomes of a longer row.")] = Overlong.REFUSE,
+) -> None:
+    """Check a data file line by line; then show its lengths, its trained share, and one row with what is trained marked.
+
+    Exit code 1 when a line cannot be trained on.
+    """
+    from evergrad.service._data import check_data
+
+    raise typer.Exit(check_data(file, model, format_, max_tokens, overlong.value))
 
 
 @env_app.command("list")

@@ -1,0 +1,147 @@
+"""The configuration of one training run on a data file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from evergrad.config import Config, nearest
+from evergrad.loop import config as loop_config
+from evergrad.training import LossConfig
+from evergrad.training.data import DataConfig
+from evergrad.training.sinks import SinkConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How a row becomes a loss."""
+
+    loss: str
+    """A line of ``training/losses``."""
+    pairs: bool
+    """Whether it learns from pairs of answers."""
+
+
+METHODS = {
+    "sft": Method("cross_entropy", pairs=False),
+    "dpo": Method("dpo", pairs=True),
+    "ipo": Method("ipo", pairs=True),
+    "simpo": Method("simpo", pairs=True),
+}
+_ELSEWHERE = "reinforcement learning and distillation learn in an environment: 'evergrad run' does them for now"
+
+
+class ScheduleConfig(Config):
+    """The learning rate over the run: up over ``warmup_steps``, then down to ``final_share`` of it by the last step."""
+
+    lr: float = Field(default=2e-4, gt=0)
+    """The highest; for LoRA. Training all weights takes about a tenth of it, preferences about a tenth again."""
+    warmup_steps: int = Field(default=0, ge=0)
+    shape: Literal["constant", "linear", "cosine"] = "cosine"
+    final_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of ``lr`` that a linear or cosine schedule comes down to just after the last step."""
+
+    def at(self, step: int, steps: int) -> float:
+        """Learning rate of a step, counted from 0, of ``steps`` in all.
+
+        >>> [round(ScheduleConfig(lr=0.4, warmup_steps=1, shape="linear").at(step, 5), 2) for step in range(5)]
+        [0.2, 0.4, 0.3, 0.2, 0.1]
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[self.shape]
+        floor = 0.0 if self.shape == "constant" else self.final_share
+        return self.lr * (floor + (1.0 - floor) * left)
+
+
+class OptimizerSettings(loop_config.OptimizerSettings):
+    """AdamW. Its learning rate is ``schedule.lr``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_rate(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "lr" in data:
+            raise ValueError("the learning rate follows a schedule: set schedule.lr")
+        return data
+
+
+class TrainerSettings(loop_config.TrainerSettings):
+    """What of the model is trained, and with how much of the machine."""
+
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; torch's choice when absent. Another number gives other last bits."""
+    device: str = "auto"
+    """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Of the frozen base; what is trained, and its optimizer state, is never narrower than float32."""
+
+
+class CheckpointConfig(Config):
+    """When the run is saved, and what of that is kept. The last checkpoint always is."""
+
+    every: int = Field(default=100, ge=1)
+    """Steps between checkpoints; held-out data is measured at each, and the last step has one."""
+    keep_best: int = Field(default=1, ge=0)
+    """How many of those with the lowest held-out loss are kept; none without held-out data."""
+    pinned: tuple[int, ...] = ()
+    """Steps whose checkpoints are made and kept, whatever else happens."""
+
+
+class TrainConfig(Config):
+    """One training run on a data file."""
+
+    name: str = Field(default="train", min_length=1, pattern=r"^[\w.-]+$")
+    """Of the run, and of its folder under ``runs/``."""
+    method: str = "sft"
+    """``sft`` makes the answers likely; ``dpo``, ``ipo`` and ``simpo`` prefer one answer of a pair to the other."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the method's loss, such as ``beta`` of ``dpo``."""
+    model: str = "smollm2-135m"
+    """``smollm2-135m``, ``tiny``, or a local Hugging Face folder."""
+    seed: int = 0
+    """Of the order of the rows, the held-out share and the first LoRA weights."""
+    epochs: int = Field(default=1, ge=1)
+    """How often each row is trained, unless ``steps`` says when to end."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps, in place of ``epochs``."""
+    batch_size: int = Field(default=8, ge=1)
+    """Rows in one optimizer step; an epoch's last step takes what is left."""
+    data: DataConfig
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    sinks: list[SinkConfig] = Field(default_factory=list)
+    """Where metrics go besides ``metrics.jsonl``."""
+    price_book: str | None = None
+    """Path of a TOML price book; the built-in one by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_a_loop(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and ("environment" in data or "learn" in data):
+            raise ValueError(f"this configures the loop: {_ELSEWHERE}; 'evergrad run --once' trains a single cycle of it")
+        return data
+
+    @model_validator(mode="after")
+    def _sound(self) -> TrainConfig:
+        if self.method not in METHODS:
+            raise ValueError(f"unknown method '{self.method}': {nearest(self.method, METHODS)} ({_ELSEWHERE})")
+        self.loss()
+        if "keep_best" in self.checkpoint.model_fields_set and self.checkpoint.keep_best and not self.measured:
+            raise ValueError("checkpoint.keep_best ranks by held-out loss: set data.heldout or data.heldout_file")
+        return self
+
+    @property
+    def measured(self) -> bool:
+        """Whether rows are held out."""
+        return bool(self.data.heldout) or self.data.heldout_file is not None
+
+    def loss(self) -> LossConfig:
+        """The method's loss with its options."""
+        return LossConfig(name=METHODS[self.method].loss, options=self.options)
