@@ -193,7 +193,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_old_one_serving(server: Serv
 
 @pytest.mark.parametrize("environment", ["support_desk", "no_such_thing"])
 def test_the_examples_are_requests_of_the_run(tmp_path: Path, environment: str) -> None:
-    (tmp_path / "config.toml").write_text(f'[environment]\nname = "{environment}"\n')
+    (tmp_path / "config.toml").write_text(f'model = "tiny"\n[environment]\nname = "{environment}"\n')
     (tmp_path / "state.json").write_text('{"deployed": {"contract": "v2"}}')
     hints = _hints(tmp_path, "production", "http://x/v1")
     words = shlex.split(next(line for line in hints.splitlines() if "curl" in line))
