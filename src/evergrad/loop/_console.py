@@ -18,13 +18,35 @@ from evergrad.loop._figures import usd as dollars
 LOG_WIDTH = 120
 
 
+def open_console() -> Console:
+    """Standard output; wide enough for the tables where it is a file, which has no width of its own."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    return console
+
+
+def progress_bar(console: Console) -> Progress:
+    """Units done, time gone and left, and the task's ``note``; nothing where ``console`` is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
 class LoopConsole:
     """Prints events; on a terminal the current stage has a progress bar beneath them."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
-        if not self._console.is_terminal:
-            self._console.width = LOG_WIDTH  # a file has no width of its own
+        self._console = console or open_console()
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
 
@@ -40,18 +62,7 @@ class LoopConsole:
     @contextmanager
     def stage(self, title: str, total: int, done: int = 0) -> Iterator[None]:
         """A bar for ``total`` units of work; :meth:`advance` moves it."""
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        ) as progress:
+        with progress_bar(self._console) as progress:
             self._progress, self._bar = progress, progress.add_task(escape(title), total=total, completed=done, note="")
             try:
                 yield
