@@ -188,6 +188,42 @@ async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path, monke
             await placement.start("nobody", "no_such_module", GateConfig())
 
 
+ANSWERS = """
+import http.server, json, sys
+answers = {"failing": {"status": "failing", "reason": "one thing for ever"}, "loading": {"status": "loading", "reason": None}}
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(json.dumps(answers[sys.argv[-1]]).encode())
+server = http.server.HTTPServer(("127.0.0.1", 0), Health)
+print(json.dumps({"port": server.server_port}), flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("health", "stopped", "told"),
+    [
+        ("failing", False, r"stuck for 3 s: one thing for ever"),
+        ("loading", True, r"stuck for 3 s: /health does not answer \((Read|Connect)Timeout\)"),
+    ],
+)
+async def test_a_worker_that_lives_but_is_stuck_counts_as_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, health: str, stopped: bool, told: str
+) -> None:
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    async with LocalPlacement(tmp_path / "logs", stuck_after_s=3) as placement:
+        well = await placement.start("well", "answers", GateConfig(), ["loading"])
+        worker = await placement.start("victim", "answers", GateConfig(), [health])
+        if stopped:
+            os.kill(worker.process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match=rf"victim died \({told}\)"):
+            await placement.watch()
+        assert well.process.returncode is None
+
+
 WRITES_AND_WAITS = (
     "import json, os, sys, time\nsys.stderr.write(os.environ['SAYS'])\nsys.stderr.flush()\n"
     "print(json.dumps({'ready': True, 'port': 1}), flush=True)\ntime.sleep(600)\n"

@@ -44,7 +44,7 @@ class Session:
         self.config, self.folder, self.console = config, folder, console
         self.state = folder.load_state(LoopState(deployed=dict(config.environment.settings)))
         folder.write_metrics(self.state.steps)
-        self.placement = LocalPlacement(folder.path / "logs")
+        self.placement = LocalPlacement(folder.path / "logs", config.placement.stuck_after_s)
         self.writer = RolloutWriter(folder.rollouts)
         self.cores = config.placement.threads or len(os.sched_getaffinity(0))
         self._started = time.monotonic()

@@ -203,6 +203,8 @@ class PlacementConfig(Config):
     """Cores to use; all by default."""
     max_restarts: int = Field(3, ge=0)
     """How many dead workers are replaced before the run ends with the cause."""
+    stuck_after_s: float = Field(60.0, gt=0)
+    """A worker that is stuck, or says nothing, for so many seconds is ended and counts as dead."""
 
 
 class RunConfig(Config):

@@ -2,6 +2,7 @@
 
 A worker is a server module (``evergrad.inference`` or ``evergrad.training``) that prints one JSON line when it can answer.
 It dies with its parent, whichever way the parent ends: the kernel signals it, and it watches the pipe on its standard input.
+One that lives but is stuck is ended here, so that whoever waits for it learns of a death and not of nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from evergrad.config import Config
 from evergrad.types import EvergradError
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
+LOOKS = 10
+"""How many looks in a row must find a worker stuck."""
 
 
 class WorkerDied(EvergradError):
@@ -39,11 +45,13 @@ class Worker:
     log_path: Path
     log_start: int = 0
     """Bytes in the log before this process wrote to it: earlier ones are not asked for its last words."""
+    illness: str = ""
+    """Why it was ended although it had not died by itself."""
 
     async def died(self) -> WorkerDied:
         """Waits for the end of the process and says why it ended, with the last lines of its log."""
         code = await self.process.wait()
-        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+        cause = self.illness or (f"signal {-code}" if code < 0 else f"exit code {code}")
         return WorkerDied(f"{self.name} died ({cause}): {_tail(self.log_path, self.log_start)}", where=str(self.log_path))
 
     async def stop(self) -> None:
@@ -59,10 +67,13 @@ class Worker:
 
 
 class LocalPlacement:
-    """Starts workers, notices their deaths, stops them all. Use as an async context manager."""
+    """Starts workers, notices their deaths, stops them all. Use as an async context manager.
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    A worker whose ``/health`` has said ``failing`` or nothing at all for ``stuck_after_s`` is killed, and counts as dead.
+    """
+
+    def __init__(self, logs: Path, stuck_after_s: float = 60.0) -> None:
+        self._logs, self._stuck_after_s = logs, stuck_after_s
         self._workers: list[Worker] = []
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
         self._watchers: list[asyncio.Task[None]] = []
@@ -109,7 +120,7 @@ class LocalPlacement:
         if not line:
             raise await worker.died()
         worker.base_url = f"http://127.0.0.1:{json.loads(line)['port']}"
-        self._watchers.append(asyncio.create_task(self._report_death(worker)))
+        self._watchers += [asyncio.create_task(each(worker)) for each in (self._report_death, self._end_when_stuck)]
         return worker
 
     async def watch(self) -> None:
@@ -118,6 +129,27 @@ class LocalPlacement:
 
     async def _report_death(self, worker: Worker) -> None:
         self._deaths.put_nowait(await worker.died())
+
+    async def _end_when_stuck(self, worker: Worker) -> None:
+        # Looks are counted, not seconds: a machine that slept finds its workers as they were.
+        interval, ill = self._stuck_after_s / LOOKS, 0
+        async with httpx.AsyncClient(base_url=worker.base_url, timeout=min(HEALTH_TIMEOUT_S, interval)) as http:
+            while worker.process.returncode is None:
+                _, complaint = await asyncio.gather(asyncio.sleep(interval), _complaint(http))
+                ill = ill + 1 if complaint else 0
+                if ill >= LOOKS:
+                    worker.illness = f"stuck for {self._stuck_after_s:g} s: {complaint}"
+                    worker.process.kill()
+                    return
+
+
+async def _complaint(http: httpx.AsyncClient) -> str | None:
+    """What is wrong with a worker by its own words or its silence; ``None`` when it works, or loads."""
+    try:
+        health = (await http.get("/health")).json()
+    except (httpx.HTTPError, ValueError) as error:
+        return f"/health does not answer ({type(error).__name__})"
+    return str(health["reason"]) if health["status"] == "failing" else None
 
 
 _PROGRESS = re.compile(r"\d+%\|")
