@@ -22,7 +22,13 @@ from pydantic import Field
 
 from evergrad.config import Config
 from evergrad.evals.evaluation import EvalError, report_hash
-from evergrad.evals.statistics import cost_per_success_ratio, non_inferiority_p, paired_difference, superiority_p
+from evergrad.evals.statistics import (
+    PairedDifference,
+    cost_per_success_ratio,
+    non_inferiority_p,
+    paired_difference,
+    superiority_p,
+)
 from evergrad.types import EvalReport, Verdict, plain, strict_json
 
 Reports = Mapping[str, EvalReport]
@@ -224,14 +230,7 @@ def _rule_primary(ruling: _Ruling, suite: str, candidate: Reports, incumbent: Re
     pairs = paired_difference(after.scores, before.scores, ruling.clusters)
     test, p_value = superiority_p(pairs, seed=config.seed)
     ruling.evidence |= {
-        "n": pairs.n,
-        "wins": pairs.wins,
-        "losses": pairs.losses,
-        "score_before": _mean(before),
-        "score_after": _mean(after),
-        "delta": pairs.delta,
-        "se": pairs.se,
-        "ci95": pairs.ci95,
+        **_compared(pairs, before, after),
         "test": test,
         "p_value": p_value,
         "slices": {"before": before.slice_means(), "after": after.slice_means()},
@@ -274,14 +273,7 @@ def _rule_guard(
             "suite": suite,
             "against": role,
             "version_id": before.version_id,
-            "n": pairs.n,
-            "wins": pairs.wins,
-            "losses": pairs.losses,
-            "score_before": _mean(before),
-            "score_after": _mean(after),
-            "delta": pairs.delta,
-            "se": pairs.se,
-            "ci95": pairs.ci95,
+            **_compared(pairs, before, after),
             "margin": margin,
             "p_value": p_value,
             "holds": holds,
@@ -292,6 +284,20 @@ def _rule_guard(
         ruling.findings.append(f"{told}: not worse")
     else:
         ruling.refusals.append(f"{told}: not shown to be no worse")
+
+
+def _compared(pairs: PairedDifference, before: EvalReport, after: EvalReport) -> dict[str, Any]:
+    """The figures of every paired comparison in a verdict's evidence."""
+    return {
+        "n": pairs.n,
+        "wins": pairs.wins,
+        "losses": pairs.losses,
+        "score_before": _mean(before),
+        "score_after": _mean(after),
+        "delta": pairs.delta,
+        "se": pairs.se,
+        "ci95": pairs.ci95,
+    }
 
 
 def _rule_costs(
