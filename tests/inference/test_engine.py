@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +265,39 @@ def test_guesses_change_nothing_but_the_number_of_steps(
         assert (done.token_ids, done.finish_reason, done.spans) == (other.token_ids, other.finish_reason, other.spans)
         assert worst_error(reference, prompt, done, 1.0 if int(name[2:]) % 2 else 0.3) < TOLERANCE
     assert {done.finish_reason for done in results.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_the_order_of_arrival_changes_nothing_not_even_the_work(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that go on differently from one common phrase: what is guessed after it must not hang on who came last."""
+    phrase = prompt_of(8, seed=1)
+    names = [f"s{index}" for index in range(6)]
+    telling = {name: (*phrase, *prompt_of(9, seed=50 + index)) for index, name in enumerate(names[:3])}
+    asking = {name: (*prompt_of(9, seed=60 + index), *phrase) for index, name in enumerate(names[3:])}
+    prompts = telling | asking
+    outcomes = []
+    for seed in range(4):
+        engine, shuffler = make_engine(draft_tokens=6, draft_batch_tokens=256), random.Random(seed)
+        computed: list[list[int]] = []
+        forward = engine.model.forward
+
+        def note(token_ids: list[int], *rest: Any, forward: Any = forward, computed: Any = computed) -> torch.Tensor:
+            computed.append(token_ids)
+            return forward(token_ids, *rest)
+
+        monkeypatch.setattr(engine.model, "forward", note)
+        for name in names:
+            engine.open_session(name)
+        for turn in range(2):
+            for name in shuffler.sample(names, len(names)):
+                sampling = Sampling(temperature=0.5, max_tokens=16)
+                engine.submit(Request(f"{name}-{turn}", (*prompts[name], *phrase[: turn * 8]), sampling, session_id=name))
+            results = finish(engine)
+        drawn = {key: (done.token_ids, done.logprobs) for key, done in sorted(results.items())}
+        outcomes.append((drawn, computed))
+        assert engine.num_drafted > 0
+    assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
 def test_the_probe_is_transformers_forward(make_engine: MakeEngine, reference: LlamaForCausalLM) -> None:

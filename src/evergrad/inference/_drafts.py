@@ -83,7 +83,8 @@ class Drafter:
 
     def learn(self, tokens: Sequence[int], start: int) -> None:
         """Takes note of what any row reads or says."""
-        self._common.learn(tokens, start)
+        if self._max_length:
+            self._common.learn(tokens, start)
 
     def guess(self, own: Lookup, tokens: Sequence[int], limit: int) -> Guess | None:
         """At most ``limit`` tokens that may follow; at least one whenever there is any evidence, however weak."""

@@ -199,6 +199,8 @@ class Scheduler:
         self.waiting.remove(row)
         self._unlist(row)
         self.running.append(row)
+        # Here, where rows come in their own order, and not on arrival: of two that go on differently the last one is believed.
+        self._drafter.learn(row.tokens, 0)
         self._count_cached(row)
         end = min(len(row.tokens), row.num_computed + budget)
         row.add_blocks([self.pool.take() for _ in range(-(-end // size) - len(row.blocks))], size)

@@ -133,8 +133,6 @@ class Engine:
             )
             for index in range(request.n)
         ]
-        if self.config.draft_tokens:
-            self._drafter.learn(request.token_ids, 0)
         row = self._scheduler.enqueue(request.token_ids, Distribution.of(request.sampling), samples, samples[0].order)
         self._owners[request.request_id] = dict.fromkeys(range(request.n), row)
 
@@ -343,7 +341,7 @@ class Engine:
                     row.samples.remove(sample)
         self.num_drafted += len(chunk.draft)
         self.num_accepted += len(longest) - 1
-        for taken in parted if self.config.draft_tokens else ():
+        for taken in parted:
             # With the tokens before them, which are the context of the first ones.
             self._drafter.learn([*row.tokens[-CONTEXT:], *taken], min(base, CONTEXT))
         row.extend(kept)
