@@ -47,7 +47,7 @@ demo-seeds: $(READY)  ## The demo with three seeds, then a table over them
 	for seed in $(SEEDS); do \
 	  $(EVERGRAD) run examples/demo.toml --set seed=$$seed --run-dir $(RUNS)/demo-seed-$$seed || exit $$?; \
 	done
-	$(BIN)/python -m evergrad.loop.report $(SEEDS:%=$(RUNS)/demo-seed-%)
+	$(BIN)/python -m evergrad.loop.compare $(SEEDS:%=$(RUNS)/demo-seed-%)
 
 demo-control: $(READY)  ## The demo's first half with more easy demonstrations instead of RL, for the same time
 	$(EVERGRAD) run examples/demo_control.toml --run-dir $(RUNS)/demo-control

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad.loop.report import clock, compare, headline, read_report, render_html, to_plain, usd, write_report
+from evergrad.loop.compare import compare
+from evergrad.loop.report import clock, headline, read_report, render_html, to_plain, usd, write_report
 from evergrad.types import EvergradError, Outcome
 
 EVIL = "</title></script><script>alert('x')</script><img src=x onerror=alert(1)>&\"' $x_{1}$ \x1b[31m"
@@ -173,19 +174,23 @@ def test_numbers_as_people_read_them() -> None:
     assert headline({}) == "No cycle has ended yet, for – and – of time."
 
 
-def test_comparison_of_seeds_has_a_line_of_means(tmp_path: Path) -> None:
-    reports = [{**to_plain(whole()), "seed": seed, "wall_s": 60.0 * seed} for seed in (1, 2)]
-    reports[1]["cycles"] = [{"score_before": 0.5, "score_after": 0.9, "verdict": "refused"}]
-    lines = compare(reports).splitlines()
-    assert lines[0].startswith("| seed | cycle 1 | verdicts")
-    assert "refused" in lines[3]
-    assert "49.0% → 93.0%" in lines[4]
-    assert "1:30" in lines[4]
+def test_comparison_of_seeds_has_a_line_a_cycle_and_means(tmp_path: Path) -> None:
+    first = {"suite": "desk@v1", "score_before": 0.48, "score_after": 0.96, "slices_before": {"hard": 0.0}, "usd": 0.002}
+    first |= {"slices_after": {"hard": 0.9}, "other_suites": {"desk@v0": {"before": 0.5, "after": 1.0}}, "verdict": "promoted"}
+    second = {"suite": "desk@v1", "score_before": 0.5, "score_after": 0.9, "verdict": "refused", "usd": None}
+    reports = [{"seed": seed, "wall_s": 60.0 * seed, "cycles": [row]} for seed, row in ((1, first), (2, second))]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in compare(reports).splitlines()]
+    assert lines[2][:6] == ["1", "1", "desk@v1", "48.0% → 96.0%", "hard 0.0% → 90.0%", "desk@v0 50.0% → 100.0%"]
+    assert lines[3][:2] + lines[3][-1:] == ["1", "all", "1:00"]
+    assert lines[4][8:10] == ["refused", "–"]
+    assert lines[6][:4] + lines[6][9:10] == ["mean", "1", "desk@v1", "49.0% → 93.0%", "$0.0020"]
+    assert lines[7][-1] == "1:30"
+    assert {len(line) for line in lines} == {11}
 
 
 def test_comparison_from_the_shell_names_a_missing_report(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "evergrad.loop.report", str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-m", "evergrad.loop.compare", str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: no report yet")

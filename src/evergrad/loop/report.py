@@ -33,7 +33,6 @@ import html
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -47,7 +46,6 @@ from evergrad.types import EvergradError
 
 __all__ = [
     "clock",
-    "compare",
     "count",
     "headline",
     "percent",
@@ -404,52 +402,3 @@ footer{color:var(--soft);font-size:13px}
 a{color:var(--good)}
 @media print{body{background:#fff}section,figure{break-inside:avoid}}
 """
-
-
-# ── Several runs side by side ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def compare(reports: Sequence[Data]) -> str:
-    """A Markdown table, one line a run and one of means: scores before and after each cycle, money, time."""
-    cycles = max((len(_rows(report, "cycles")) for report in reports), default=0)
-    heads = ["seed", *(f"cycle {number}" for number in range(1, cycles + 1)), "verdicts", "cost", "cost per success", "time"]
-    lines = [heads, ["---"] * len(heads)]
-    for report in reports:
-        rows = _rows(report, "cycles")
-        moves = [f"{percent(row.get('score_before'))} → {percent(row.get('score_after'))}" for row in rows]
-        verdicts = ", ".join(_verdict(row)[0] for row in rows)
-        money = [usd(_cost(report).get("total_usd")), usd(report.get("usd_per_success")), clock(report.get("wall_s"))]
-        lines.append([str(report.get("seed", "–")), *moves, *["–"] * (cycles - len(moves)), verdicts, *money])
-    if len(reports) > 1:
-        lines.append(_means(reports, cycles))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _means(reports: Sequence[Data], cycles: int) -> list[str]:
-    def mean(values: Iterable[Any]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    moves = []
-    for index in range(cycles):
-        rows = [rows[index] for report in reports if len(rows := _rows(report, "cycles")) > index]
-        moves.append(" → ".join(percent(mean(row.get(key) for row in rows)) for key in ("score_before", "score_after")))
-    money = [
-        usd(mean(_cost(report).get("total_usd") for report in reports)),
-        usd(mean(r.get("usd_per_success") for r in reports)),
-    ]
-    return ["mean", *moves, "", *money, clock(mean(report.get("wall_s") for report in reports))]
-
-
-def main(folders: Sequence[str]) -> int:
-    """``python -m evergrad.loop.report RUN…`` prints :func:`compare` over run folders."""
-    try:
-        print(compare([read_report(Path(folder)) for folder in folders]))
-    except EvergradError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
