@@ -494,6 +494,7 @@ async def test_nothing_is_served_before_the_first_version_is_loaded(model_folder
         async with server.client() as client, httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             health = await http.get("/health")
             assert (health.status_code, health.json()["status"]) == (503, "loading")
+            assert (await http.get("/v1/models")).json()["data"] == []
             refused = await http.post(path, json={**body, "model": model_folder.name})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
             await client.load_weights(str(other_folder), 3, served_names=["agent"])

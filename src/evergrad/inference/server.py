@@ -248,7 +248,7 @@ class EngineServer:
     async def _models(self) -> Response:
         data = [
             {"id": name, "object": "model", "created": self._started, "owned_by": "evergrad", "root": self.engine.config.model}
-            for name in self.served_names
+            for name in (() if self._loading else self.served_names)
         ]
         return _reply({"object": "list", "data": data})
 
