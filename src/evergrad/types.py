@@ -295,6 +295,7 @@ class TrainingSample:
     temperature: float = 1.0
     """Of the distribution that ``logprobs`` belong to; the trainer scores under the same one."""
     rollout_id: str = ""
+    """Samples that share it are parts of one rollout, and together count as one; empty for a sample that is a whole one."""
     group_id: str = ""
     """Which samples belong together: the rollouts of a task, the two answers of a preference pair. Empty when none do."""
     reference_logprobs: tuple[float, ...] | None = None
@@ -312,8 +313,9 @@ class TrainingBatch:
     """Positions with ``loss_mask`` 1 over all samples, zero-advantage ones included, over-age ones excluded."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the data itself: reward, staleness, lengths, outcome counts. They ride with the batch they describe."""
-    num_samples: int | None = None
-    """Samples with a mask in the whole optimizer step, when this batch is only a part of it; counted here when ``None``."""
+    num_rollouts: int | None = None
+    """Rollouts with a mask in the whole optimizer step, when this batch is only a part of it; counted here when ``None``.
+    A part holds all samples of each of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)

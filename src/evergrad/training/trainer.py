@@ -34,7 +34,7 @@ from evergrad.training.lora import (
 from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.meter import Meter
 from evergrad.training.model import check_faithful, load_model, score_forest, sequence_logprobs
-from evergrad.training.selection import scored_tokens, totals_of, trained_tokens
+from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
 from evergrad.transfer.worker import pick_device
@@ -112,7 +112,7 @@ class Trainer:
         """Adds the gradient of the batch's loss to what is there, without moving the weights.
 
         The loss divides by what the whole batch holds (see the loss), so the gradient is the same however the batch is cut
-        into micro-batches. To cut it into several calls, give each ``num_valid_tokens`` and ``num_samples`` of the whole.
+        into micro-batches. To cut it into several calls, give each ``num_valid_tokens`` and ``num_rollouts`` of the whole.
 
         Metrics: ``loss``; ``sampled_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
@@ -129,8 +129,8 @@ class Trainer:
         trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora")
         for item in trained:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        totals = totals_of(batch)
-        forests = plant(trained, self.config.micro_batch_tokens, keep_groups=rule.unit == "pair")
+        totals = totals_of(batch, rule)
+        forests = plant(trained, self.config.micro_batch_tokens, keep=kept_together(rule))
         meter = Meter(batch, rule)
         for forest in forests:
             self._backward(forest, rule, totals, meter)
@@ -148,9 +148,9 @@ class Trainer:
             logprobs=logprobs,
             behaviour_logprobs=column("logprobs"),
             advantages=column("advantages"),
-            sample=torch.from_numpy(forest.sample_of_token).to(self._device),
-            lengths=torch.tensor([item.num_valid for item in forest.items], device=self._device),
-            group=torch.from_numpy(forest.group_of_sample).to(self._device),
+            rollout=torch.from_numpy(forest.rollout_of_token).to(self._device),
+            lengths=torch.from_numpy(forest.rollout_lengths).to(self._device),
+            group=torch.from_numpy(forest.group_of_rollout).to(self._device),
             reference_logprobs=reference,
             proximal_logprobs=column("proximal_logprobs") if has_proximal else None,
             entropies=entropies,

@@ -37,11 +37,11 @@ class BatchBody(Config):
     samples: tuple[SampleBody, ...]
     num_valid_tokens: int
     metrics: dict[str, float] = Field(default_factory=dict)
-    num_samples: int | None = None
+    num_rollouts: int | None = None
 
     def noun(self) -> TrainingBatch:
         samples = tuple(sample.noun() for sample in self.samples)
-        return TrainingBatch(samples, self.num_valid_tokens, self.metrics, self.num_samples)
+        return TrainingBatch(samples, self.num_valid_tokens, self.metrics, self.num_rollouts)
 
 
 class StepBody(Config):
@@ -90,5 +90,5 @@ def batch_json(batch: TrainingBatch) -> dict[str, Any]:
         "samples": [asdict(sample) for sample in batch.samples],
         "num_valid_tokens": batch.num_valid_tokens,
         "metrics": dict(batch.metrics),
-        "num_samples": batch.num_samples,
+        "num_rollouts": batch.num_rollouts,
     }
