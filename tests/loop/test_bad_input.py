@@ -42,6 +42,8 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("lr = 1e-3", 'lr = 1e-3\nloss = { name = "dpo" }', ["preference pairs", "policy_gradient"]),
         ("lr = 1e-3", 'lr = 1e-3\nloss = { name = "reverse_kl" }', ["teacher"]),
         ("lr = 1e-3", "lr = 1e-3\nloss = { options = { kl_coef = 0.1 } }", ["frozen reference", "method = 'lora'"]),
+        ("lr = 1e-3", 'lr = 1e-3\nupdates = { epochs = 2 }\nloss = { name = "cross_entropy" }', ["takes no ratio", "ppo"]),
+        ("lr = 1e-3", "lr = 1e-3\nupdates = { mini_batches = 5 }", ["updates.mini_batches = 5", "groups_per_step"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"', ["ignores the reward", "group_mean"]),
         ("group_size = 4", 'group_size = 1\nadvantage = "group_normalized"', ["group_normalized", "group_size >= 2"]),
         ("[eval]\nn = 12", "[eval]\nn = 11", ["eval.n = 11", "gate.min_n"]),

@@ -30,7 +30,7 @@ from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import Renderer, RolloutWriter, derive_seed, rollout_json
-from evergrad.training import LossConfig, TrainerClient, TrainerConfig
+from evergrad.training import LossConfig, TrainerClient, TrainerConfig, UpdatesConfig
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
 
@@ -194,10 +194,12 @@ class Session:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    async def train(self, batch: TrainingBatch, loss: LossConfig, lr: float) -> dict[str, Any]:
-        """One optimizer step."""
+    async def train(
+        self, batch: TrainingBatch, loss: LossConfig, lr: float, updates: UpdatesConfig | None = None
+    ) -> dict[str, Any]:
+        """One optimizer update on a batch, or several."""
         with self.clock.phase("train"):
-            return dict(await self.trainer.step(batch, loss, lr))
+            return dict(await self.trainer.step(batch, loss, lr, updates))
 
     async def reset_trainer(self, version_id: str | None) -> None:
         """Starts the trainer from a version (or the base model) with a fresh optimizer."""

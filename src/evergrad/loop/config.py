@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.rollouts import ESTIMATORS
-from evergrad.training import LoraConfig, LossConfig
+from evergrad.training import LoraConfig, LossConfig, UpdatesConfig
 from evergrad.training.sinks import SinkConfig
 
 
@@ -63,7 +63,7 @@ class WarmStartConfig(Config):
 
 
 class RLConfig(Config):
-    """Reinforcement learning: groups of rollouts, one optimizer step a batch."""
+    """Reinforcement learning: groups of rollouts, one batch a step, one or more optimizer updates on it."""
 
     steps: int = Field(11, ge=0)
     groups_per_step: int = Field(8, ge=1)
@@ -82,8 +82,9 @@ class RLConfig(Config):
     """Greedy rollouts have no gradient, hence > 0."""
     advantage: str = "group_mean"
     loss: LossConfig = Field(default_factory=lambda: LossConfig(name="policy_gradient"))
+    updates: UpdatesConfig = Field(default_factory=UpdatesConfig)
     max_off_policy_steps: int = Field(0, ge=0)
-    """How many updates old a trained token may be. 0 is synchronous, and repeats bit for bit."""
+    """How many steps old a trained token may be. 0 is synchronous, and repeats bit for bit."""
     stop_at_reward: float | None = None
     """Ends the phase early when the mean reward of the last three steps reaches this."""
     replay_share: float = Field(0.25, ge=0, lt=1)
@@ -122,6 +123,16 @@ class RLConfig(Config):
             raise ValueError(
                 f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient', "
                 "or anchor = 'behaviour', or max_off_policy_steps = 0"
+            )
+        if self.updates.total > 1 and not rule.needs_behaviour:
+            raise ValueError(
+                f"loss '{self.loss.name}' takes no ratio, so it cannot tell that the policy has moved since the first of "
+                f"{self.updates.total} updates on a batch; use loss.name = 'ppo', or one update"
+            )
+        if self.updates.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"updates.mini_batches = {self.updates.mini_batches} cannot be dealt from {self.groups_per_step} groups; "
+                f"set it to {self.groups_per_step} at most, or raise groups_per_step"
             )
         return self
 

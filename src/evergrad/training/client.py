@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import httpx
 
-from evergrad.training.config import LossConfig, TrainerError
+from evergrad.training.config import LossConfig, TrainerError, UpdatesConfig
 from evergrad.training.wire import batch_json
 from evergrad.types import TrainingBatch, TrainingSample
 
@@ -41,9 +41,20 @@ class TrainerClient:
         # Workers are ours: a proxy of the environment has no business between us and them.
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout, trust_env=False)
 
-    async def step(self, batch: TrainingBatch, loss: LossConfig | None = None, lr: float | None = None) -> dict[str, float]:
-        """One optimizer step; returns its metrics (see ``Trainer.step``). A figure that was not finite is NaN."""
-        body = {"batch": batch_json(batch), "loss": (loss or LossConfig()).model_dump(mode="json"), "lr": lr}
+    async def step(
+        self,
+        batch: TrainingBatch,
+        loss: LossConfig | None = None,
+        lr: float | None = None,
+        updates: UpdatesConfig | None = None,
+    ) -> dict[str, float]:
+        """One optimizer update, or several; returns the metrics (see ``Trainer.step``). A figure that was not finite is NaN."""
+        body = {
+            "batch": batch_json(batch),
+            "loss": (loss or LossConfig()).model_dump(mode="json"),
+            "lr": lr,
+            "updates": (updates or UpdatesConfig()).model_dump(),
+        }
         answer = await self._send("POST", "/step", body)
         return {name: float("nan") if value is None else float(value) for name, value in answer.items()}
 

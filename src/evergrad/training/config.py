@@ -64,6 +64,24 @@ class LossConfig(Config):
         return build_loss(self.name, self.options)
 
 
+class UpdatesConfig(Config):
+    """How many optimizer updates are made on one batch: ``epochs × mini_batches``.
+
+    The policy before the first of them is the proximal one, to which a loss with ``anchor = "proximal"`` takes its ratio.
+    """
+
+    epochs: int = Field(default=1, ge=1)
+    """How often the whole batch is gone through."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Parts that the groups of a batch are dealt into, in an order of its own each epoch; each part makes one update, and its
+    loss divides by what the part holds."""
+
+    @property
+    def total(self) -> int:
+        """Updates per batch."""
+        return self.epochs * self.mini_batches
+
+
 class TrainerConfig(Config):
     """What is trained, how, and with how much of the machine."""
 

@@ -35,7 +35,7 @@ class TrainerService:
         self._publisher: SlotPublisher | None = None
 
     def step(self, body: StepBody) -> dict[str, Any]:
-        return self.trainer.step(body.batch.noun(), body.loss, body.lr)
+        return self.trainer.step(body.batch.noun(), body.loss, body.lr, body.updates)
 
     def descriptor(self) -> dict[str, Any]:
         return self._slots().descriptor

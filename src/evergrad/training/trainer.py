@@ -5,6 +5,8 @@ The walk of one step::
     TrainingBatch ──trained_tokens──▶ which positions carry a loss ──plant──▶ forests of distinct tokens (micro-batches)
       each forest: score_forest ──log-probabilities [T]──▶ loss, its part of the whole batch's
       ──backward──▶ gradients add up ──optim_step──▶ clip, AdamW
+
+Several updates on a batch repeat it per mini-batch, with the policy before the first of them scored once.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import torch
 from torch import Tensor
 
 from evergrad.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from evergrad.training.config import LossConfig, TrainerConfig, TrainerError
-from evergrad.training.forest import Forest, plant
+from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
+from evergrad.training.forest import Forest, TrainedTokens, plant
 from evergrad.training.lora import (
     LoraLinear,
     add_lora,
@@ -35,6 +37,7 @@ from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.meter import Meter
 from evergrad.training.model import check_faithful, load_model, score_forest, sequence_logprobs
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
+from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
 from evergrad.transfer.worker import pick_device
@@ -93,20 +96,41 @@ class Trainer:
             fused=True,
         )
 
-    def step(self, batch: TrainingBatch, loss: LossConfig, lr: float | None = None) -> dict[str, float]:
-        """One optimizer step on ``batch``: :meth:`forward_backward`, then :meth:`optim_step`.
+    def step(
+        self, batch: TrainingBatch, loss: LossConfig, lr: float | None = None, updates: UpdatesConfig | None = None
+    ) -> dict[str, float]:
+        """One optimizer update on ``batch``, or several: each is :meth:`forward_backward`, then :meth:`optim_step`.
 
-        Returns the metrics of both and ``seconds``. When a loss or gradient is not finite nothing is applied, and
-        ``skipped_nonfinite`` is 1.
+        Before the first of several updates the policy is scored once, if the loss takes its ratio to it and the samples bring
+        no ``proximal_logprobs``.
+
+        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated`` and ``skipped_nonfinite``,
+        the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite
+        is not applied, and counted in ``skipped_nonfinite``.
 
         Raises:
-            TrainerError: the batch cannot be trained on (see :meth:`forward_backward`); nothing has changed.
+            TrainerError: the batch cannot be trained on (see :meth:`forward_backward`), or not be cut into mini-batches;
+                nothing has changed.
         """
         started = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
-        metrics = self.forward_backward(batch, loss)
-        metrics |= self.optim_step(lr)
-        return {**metrics, "seconds": time.perf_counter() - started}
+        updates = updates or UpdatesConfig()
+        parts = mini_batches(batch, updates, seed=f"{self.config.seed}/{self.updates}")
+        if updates.total > 1:
+            parts = self._anchored(batch, parts, loss.build())
+        reports = []
+        for part in parts:
+            metrics = self.forward_backward(part, loss)
+            reports.append(metrics | self.optim_step(lr))
+        return {**merged(reports, batch), "seconds": time.perf_counter() - started}
+
+    def _anchored(self, batch: TrainingBatch, parts: Sequence[TrainingBatch], rule: Loss) -> list[TrainingBatch]:
+        """The parts with ``proximal_logprobs`` of the policy of now, if the loss reads them and nobody brought any."""
+        trained = self._trained(batch, rule)  # the whole batch, before the first update changes anything
+        if not rule.needs_proximal or any(sample.proximal_logprobs is not None for sample in batch.samples):
+            return list(parts)
+        scored = self._score(trained)
+        return [with_proximal(part, scored) for part in parts]
 
     def forward_backward(self, batch: TrainingBatch, loss: LossConfig) -> dict[str, float]:
         """Adds the gradient of the batch's loss to what is there, without moving the weights.
@@ -126,15 +150,19 @@ class Trainer:
                 a preference pair that is none; a reference that nobody has. Named by sample and position; nothing changed.
         """
         rule = loss.build()
-        trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora")
-        for item in trained:
-            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+        trained = self._trained(batch, rule)
         totals = totals_of(batch, rule)
         forests = plant(trained, self.config.micro_batch_tokens, keep=kept_together(rule))
         meter = Meter(batch, rule)
         for forest in forests:
             self._backward(forest, rule, totals, meter)
         return meter.metrics(forests)
+
+    def _trained(self, batch: TrainingBatch, rule: Loss) -> list[TrainedTokens]:
+        trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora")
+        for item in trained:
+            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+        return trained
 
     def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
         reference = self._reference(forest) if rule.needs_reference else None
@@ -167,7 +195,6 @@ class Trainer:
         with as_reference(self._lora):
             return score_forest(self._model, forest)[0]
 
-    @torch.no_grad()
     def score(self, samples: Sequence[TrainingSample], *, reference: bool = False) -> list[tuple[float, ...]]:
         """Log-probability of each sample's masked tokens under the current policy, or under the frozen reference: one number
         per token, 0.0 where the mask is 0.
@@ -183,18 +210,22 @@ class Trainer:
             raise TrainerError(
                 "full fine-tuning keeps no reference", hint="score without reference=True before the first update"
             )
-        scored = scored_tokens(samples)
-        for item in scored:
+        wanted = scored_tokens(samples)
+        for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        values = {id(item.sample): np.zeros(len(item.sample.token_ids)) for item in scored}
-        for forest in plant(scored, self.config.micro_batch_tokens):
+        scored = self._score(wanted, reference=reference)
+        return [scored.get(id(sample), (0.0,) * len(sample.token_ids)) for sample in samples]
+
+    @torch.no_grad()
+    def _score(self, wanted: Sequence[TrainedTokens], *, reference: bool = False) -> dict[int, tuple[float, ...]]:
+        """By the ``id`` of the sample: log-probabilities at the wanted positions, 0.0 elsewhere."""
+        values = {id(item.sample): np.zeros(len(item.sample.token_ids)) for item in wanted}
+        for forest in plant(wanted, self.config.micro_batch_tokens):
             with as_reference(self._lora) if reference else nullcontext():
                 logprobs = score_forest(self._model, forest)[0].cpu().double().numpy()
             for index, item in enumerate(forest.items):
                 values[id(item.sample)][item.positions] = logprobs[forest.sample_of_token == index]
-        return [
-            tuple(values[id(sample)].tolist()) if id(sample) in values else (0.0,) * len(sample.token_ids) for sample in samples
-        ]
+        return {key: tuple(found.tolist()) for key, found in values.items()}
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """Clips the gradient, applies it, and forgets it.

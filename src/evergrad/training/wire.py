@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from evergrad.config import Config
-from evergrad.training.config import LossConfig
+from evergrad.training.config import LossConfig, UpdatesConfig
 from evergrad.types import TrainingBatch, TrainingSample
 
 
@@ -50,6 +50,7 @@ class StepBody(Config):
     batch: BatchBody
     loss: LossConfig = LossConfig()
     lr: float | None = Field(default=None, ge=0)
+    updates: UpdatesConfig = UpdatesConfig()
 
 
 class PublishBody(Config):
