@@ -45,6 +45,13 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("lr = 1e-3", 'lr = 1e-3\nupdates = { epochs = 2 }\nloss = { name = "cross_entropy" }', ["takes no ratio", "ppo"]),
         ("lr = 1e-3", "lr = 1e-3\nupdates = { mini_batches = 5 }", ["updates.mini_batches = 5", "groups_per_step"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"', ["ignores the reward", "group_mean"]),
+        ("lr = 1e-3", "lr = 1e-3\noverlong = { longest = 8, margin = 9 }", ["overlong", "set it to 8 at most"]),
+        ("lr = 1e-3", 'lr = 1e-3\nadvantage = "reinforce_pp"\nreplace_groups = 2', ["replace_groups = 0", "group_mean"]),
+        (
+            "groups_per_step = 4\ngroup_size = 4",
+            'groups_per_step = 1\ngroup_size = 1\nadvantage = "reinforce_pp"',
+            ["which has one", "groups_per_step"],
+        ),
         ("group_size = 4", 'group_size = 1\nadvantage = "group_normalized"', ["group_normalized", "group_size >= 2"]),
         ("[eval]\nn = 12", "[eval]\nn = 11", ["eval.n = 11", "gate.min_n"]),
         ("requests = 4", 'requests = 0\n[[traffic.changes]]\nsettings = { contract = "v2" }', ["watch.requests >= 1"]),

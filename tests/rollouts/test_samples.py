@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from evergrad.rollouts import (
     ESTIMATORS,
+    OverlongConfig,
     assign_advantages,
     cut_samples,
     estimate,
     generalized_advantages,
-    overlong_penalty,
 )
+from evergrad.rollouts._samples import over_batch
 from evergrad.types import (
     Completion,
     EvergradError,
@@ -140,7 +141,7 @@ def test_leave_one_out_compares_with_the_others(rewards: list[float]) -> None:
     assert estimate("leave_one_out", rewards) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"constant"}))
+@pytest.mark.parametrize("name", sorted(name for name, each in ESTIMATORS.items() if each.least_group > 1))
 def test_groups_that_tell_nothing_or_are_broken_have_a_named_outcome(name: str) -> None:
     assert estimate(name, [0.7]) == [0.0]
     assert estimate(name, [0.7] * 4) == [0.0] * 4
@@ -168,10 +169,53 @@ def test_generalized_advantages_are_the_sum_of_later_errors(
 
 
 def test_the_price_on_length_falls_in_a_line() -> None:
-    prices = [overlong_penalty(n, longest=100, margin=40) for n in (0, 60, 70, 100, 1000)]
-    assert prices == [0.0, 0.0, -0.25, -1.0, -1.0]
-    with pytest.raises(ValueError, match="margin 0"):
-        overlong_penalty(1, longest=10, margin=0)
+    price = OverlongConfig(longest=100, margin=40)
+    assert [price.penalty(n) for n in (0, 60, 70, 100, 1000)] == [0.0, 0.0, -0.25, -1.0, -1.0]
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        OverlongConfig(longest=10, margin=0)
+    with pytest.raises(ValueError, match="set it to 10 at most"):
+        OverlongConfig(longest=10, margin=11)
+
+
+def test_length_is_priced_before_advantages_are_taken() -> None:
+    short, long = (turn((1,), (2, 3)),), (turn((1,), (2, 3)), turn((1, 2, 3, 9), (4, 5, 6)))
+    group = RolloutGroup("g", (rollout("a", short, 1.0), rollout("b", long, 1.0)))
+    assert not any(any(sample.advantages) for sample in assign_advantages(group))
+    cut = cut_samples(group, "group_mean", oldest_version=None, overlong=OverlongConfig(longest=6, margin=4))
+    # Two tokens cost nothing; five, over two turns, cost 3/4.
+    assert [max(sample.advantages, key=abs) for sample in cut.samples] == [0.375, -0.375]
+
+
+@given(
+    rewards=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=3), min_size=2, max_size=4),
+    lengths=st.lists(st.integers(1, 5), min_size=12, max_size=12),
+    baseline=st.booleans(),
+)
+def test_reinforce_pp_whitens_all_trained_tokens_of_the_batch(
+    rewards: list[list[float]], lengths: list[int], baseline: bool
+) -> None:
+    name = "reinforce_pp_baseline" if baseline else "reinforce_pp"
+    groups = [
+        RolloutGroup(
+            f"g{g}",
+            tuple(
+                rollout(f"{g}/{i}", (turn((1,), tuple(range(2, 2 + lengths[3 * g + i]))),), reward)
+                for i, reward in enumerate(each)
+            ),
+        )
+        for g, each in enumerate(rewards)
+    ]
+    samples = over_batch([s for group in groups for s in cut_samples(group, name, oldest_version=None).samples], name)
+    start = [r - (math.fsum(each) / len(each) if baseline else 0.0) for each in rewards for r in each]
+    tokens = [value for value, sample in zip(start, samples, strict=True) for _ in range(sum(sample.loss_mask))]
+    mean = math.fsum(tokens) / len(tokens)
+    deviation = math.sqrt(math.fsum((t - mean) ** 2 for t in tokens) / len(tokens))
+    for value, sample in zip(start, samples, strict=True):
+        expected = (value - mean) / deviation if deviation > 1e-6 else 0.0
+        assert [a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if m] == pytest.approx(
+            [expected] * sum(sample.loss_mask), abs=1e-9
+        )
+        assert not any(a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if not m)
 
 
 def test_an_unknown_estimator_names_the_nearest() -> None:

@@ -97,6 +97,7 @@ async def learn(session: Session) -> Stage:
         estimator=rl.advantage,
         total_batches=rl.steps - state.step,
         resamples_per_batch=rl.replace_groups,
+        overlong=rl.overlong,
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
     try:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
-from evergrad.rollouts import ESTIMATORS
+from evergrad.rollouts import ESTIMATORS, OverlongConfig
 from evergrad.training import LoraConfig, LossConfig, UpdatesConfig
 from evergrad.training.sinks import SinkConfig
 
@@ -81,6 +81,10 @@ class RLConfig(Config):
     temperature: float = Field(1.0, gt=0)
     """Greedy rollouts have no gradient, hence > 0."""
     advantage: str = "group_mean"
+    """A line of ``rollouts/advantages``: ``group_mean``, ``group_normalized``, ``leave_one_out``, or over the whole batch
+    ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several)."""
+    overlong: OverlongConfig | None = None
+    """What long rollouts pay; nothing when absent."""
     loss: LossConfig = Field(default_factory=lambda: LossConfig(name="policy_gradient"))
     updates: UpdatesConfig = Field(default_factory=UpdatesConfig)
     max_off_policy_steps: int = Field(0, ge=0)
@@ -108,9 +112,20 @@ class RLConfig(Config):
             raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
         if self.advantage == "constant":
             raise ValueError("advantage 'constant' ignores the reward, so RL would learn nothing; set advantage = 'group_mean'")
-        if self.group_size < 2:
+        estimator = ESTIMATORS[self.advantage]
+        if self.group_size < estimator.least_group:
             raise ValueError(
-                f"advantage '{self.advantage}' needs group_size >= 2: one rollout is its own mean; raise group_size"
+                f"advantage '{self.advantage}' needs group_size >= {estimator.least_group}: one rollout is its own mean; raise "
+                "group_size, or set advantage = 'reinforce_pp'"
+            )
+        if estimator.of_batch is not None and self.group_size * self.groups_per_step < 2:
+            raise ValueError(
+                f"advantage '{self.advantage}' compares the rollouts of a batch, which has one; raise groups_per_step"
+            )
+        if estimator.least_group < 2 and self.replace_groups:
+            raise ValueError(
+                f"advantage '{self.advantage}' learns from groups of equal rewards, too, so none would be replaced; "
+                "set replace_groups = 0, or advantage = 'group_mean'"
             )
         rule = self.loss.build()
         if rule.unit == "pair" or rule.teacher:

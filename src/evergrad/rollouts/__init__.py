@@ -19,7 +19,7 @@ from evergrad.rollouts._run import (
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
 from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
-from evergrad.rollouts.advantages import ESTIMATORS, estimate, generalized_advantages, overlong_penalty
+from evergrad.rollouts.advantages import ESTIMATORS, Estimator, OverlongConfig, estimate, generalized_advantages
 
 __all__ = [
     "ESTIMATORS",
@@ -27,9 +27,11 @@ __all__ = [
     "BufferCounts",
     "BufferStopped",
     "CutSamples",
+    "Estimator",
     "FakeEngine",
     "Generate",
     "NothingToLearn",
+    "OverlongConfig",
     "Renderer",
     "RendererError",
     "RolloutWriter",
@@ -46,7 +48,6 @@ __all__ = [
     "generalized_advantages",
     "greedy_rollout",
     "keep_filled",
-    "overlong_penalty",
     "read_rollouts",
     "rollout_json",
     "run_group",
