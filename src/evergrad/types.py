@@ -302,6 +302,12 @@ class TrainingSample:
     """Of a frozen reference, or of a teacher; ``None`` when there is none, or the trainer shall compute them."""
     proximal_logprobs: tuple[float, ...] | None = None
     """Of the policy before the first update on this batch, when several are made on it."""
+    rewards: tuple[float, ...] | None = None
+    """What was earned right after each token; there when advantages come from a critic."""
+    values: tuple[float, ...] | None = None
+    """What the critic expected before each token, before the first update on this batch."""
+    returns: tuple[float, ...] | None = None
+    """What it should have expected; the critic's targets."""
 
 
 @dataclass(frozen=True, slots=True)

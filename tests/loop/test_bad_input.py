@@ -46,6 +46,9 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("lr = 1e-3", "lr = 1e-3\nupdates = { mini_batches = 5 }", ["updates.mini_batches = 5", "groups_per_step"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"', ["ignores the reward", "group_mean"]),
         ("lr = 1e-3", "lr = 1e-3\noverlong = { longest = 8, margin = 9 }", ["overlong", "set it to 8 at most"]),
+        ("lr = 1e-3", 'lr = 1e-3\nadvantage = "generalized"', ["a critic's values", "[critic] table", "reinforce_pp"]),
+        ("[placement]", "[critic]\n[placement]", ["no stage would ask the critic", "generalized"]),
+        ("lr = 1e-3", "lr = 1e-3\ngae = { decay = 0.9 }", ["does not read gae", "generalized"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "reinforce_pp"\nreplace_groups = 2', ["replace_groups = 0", "group_mean"]),
         (
             "groups_per_step = 4\ngroup_size = 4",

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from evergrad.rollouts import (
     ESTIMATORS,
+    GaeConfig,
     OverlongConfig,
+    appraise,
     assign_advantages,
     cut_samples,
     estimate,
@@ -25,6 +27,7 @@ from evergrad.types import (
     PolicySpan,
     Rollout,
     RolloutGroup,
+    TrainingBatch,
     TrainingSample,
     Turn,
     Usage,
@@ -160,12 +163,43 @@ def test_generalized_advantages_are_the_sum_of_later_errors(
     steps: list[tuple[float, float]], discount: float, decay: float
 ) -> None:
     rewards, values = [r for r, _ in steps], [v for _, v in steps]
+    gae = GaeConfig(discount=discount, decay=decay)
     errors = [r + discount * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=bool(steps))]
     expected = [
         sum((discount * decay) ** (later - t) * errors[later] for later in range(t, len(errors))) for t in range(len(errors))
     ]
-    found = generalized_advantages(rewards, values, discount=discount, decay=decay)
+    found = generalized_advantages(rewards, values, gae)
     assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_rollout_is_appraised_over_all_its_samples_and_reached_by_its_reward_at_the_end() -> None:
+    """Two samples of one rollout (2 and 1 tokens, reward 1), one of another (1 token, reward 0); γ = 0.5, λ = 0.5."""
+    cut = (turn((1,), (2, 3)), turn((8, 9), (4,)))
+    group = RolloutGroup("g", (rollout("a", cut, 1.0), rollout("b", (turn((1,), (5,)),), 0.0)))
+    samples = cut_samples(group, "generalized", oldest_version=None).samples
+    assert [sample.rewards for sample in samples] == [(0.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.0)]
+    batch = TrainingBatch((samples[0], samples[2], samples[1]), 4)
+    nan = math.nan  # what a critic says where the mask is 0 means nothing
+    found = appraise(batch, [(nan, 0.2, 0.4), (nan, -0.3), (nan, nan, 0.6)], GaeConfig(discount=0.5, decay=0.5))
+    third = 1.0 - 0.6
+    second = 0.5 * 0.6 - 0.4 + 0.25 * third
+    first = 0.5 * 0.4 - 0.2 + 0.25 * second
+    raw = [first, second, 0.3, third]
+    mean = sum(raw) / 4
+    deviation = math.sqrt(sum((each - mean) ** 2 for each in raw) / 4)
+    assert [s.returns for s in found.samples] == [
+        pytest.approx((0.0, 0.2 + first, 0.4 + second)),
+        pytest.approx((0.0, 0.0)),
+        pytest.approx((0.0, 0.0, 1.0)),
+    ]
+    assert [each for s in found.samples for each, m in zip(s.advantages, s.loss_mask, strict=True) if m] == pytest.approx(
+        [(each - mean) / deviation for each in raw]
+    )
+    assert found.samples[0].values == (0.0, 0.2, 0.4)
+    with pytest.raises(EvergradError, match="one value for each token"):
+        appraise(batch, [(0.0, 0.0)], GaeConfig())
+    with pytest.raises(EvergradError, match="no rewards"):
+        appraise(TrainingBatch(assign_advantages(group), 4), [(0.0,) * 3, (0.0,) * 3, (0.0,) * 2], GaeConfig())
 
 
 def test_the_price_on_length_falls_in_a_line() -> None:

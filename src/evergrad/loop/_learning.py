@@ -29,6 +29,7 @@ from evergrad.loop._playing import play
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.rollouts import (
+    ESTIMATORS,
     Buffer,
     NothingToLearn,
     Ticket,
@@ -122,6 +123,8 @@ async def _step(session: Session, buffer: Buffer) -> None:
     with session.clock.phase("rollout"):
         batch = await buffer.take_batch()
     rolled = time.monotonic()
+    if ESTIMATORS[rl.advantage].needs_critic:
+        batch = await session.appraise(batch)
     metrics = await session.train(batch, rl.loss, rl.lr_at(state.step), rl.updates)
     trained = time.monotonic()
     receipt = await session.publish()

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
-from evergrad.rollouts import ESTIMATORS, OverlongConfig
-from evergrad.training import LoraConfig, LossConfig, UpdatesConfig
+from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
+from evergrad.training import CriticConfig, LoraConfig, LossConfig, UpdatesConfig
 from evergrad.training.sinks import SinkConfig
 
 
@@ -82,7 +82,10 @@ class RLConfig(Config):
     """Greedy rollouts have no gradient, hence > 0."""
     advantage: str = "group_mean"
     """A line of ``rollouts/advantages``: ``group_mean``, ``group_normalized``, ``leave_one_out``, or over the whole batch
-    ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several)."""
+    ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several), or ``generalized``, token by
+    token from a critic."""
+    gae: GaeConfig = Field(default_factory=GaeConfig)
+    """For advantage ``generalized``."""
     overlong: OverlongConfig | None = None
     """What long rollouts pay; nothing when absent."""
     loss: LossConfig = Field(default_factory=lambda: LossConfig(name="policy_gradient"))
@@ -110,6 +113,8 @@ class RLConfig(Config):
     def _sound(self) -> RLConfig:
         if self.advantage not in ESTIMATORS:
             raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
+        if "gae" in self.model_fields_set and not ESTIMATORS[self.advantage].needs_critic:
+            raise ValueError(f"advantage '{self.advantage}' does not read gae; set advantage = 'generalized', or leave gae out")
         if self.advantage == "constant":
             raise ValueError("advantage 'constant' ignores the reward, so RL would learn nothing; set advantage = 'group_mean'")
         estimator = ESTIMATORS[self.advantage]
@@ -252,6 +257,8 @@ class RunConfig(Config):
     watch: WatchConfig = Field(default_factory=WatchConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    critic: CriticConfig | None = None
+    """For ``rl.advantage = "generalized"``, which is then PPO as it was published; none when absent."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     sinks: list[SinkConfig] = Field(default_factory=list)
     """Where the figures of each step go besides ``metrics.jsonl``."""
@@ -269,6 +276,14 @@ class RunConfig(Config):
             raise ValueError(
                 "full fine-tuning keeps no frozen reference for the loss's kl_coef; set trainer.method = 'lora' or kl_coef = 0"
             )
+        asks = [r.rl.advantage for r in recipes if r.rl.steps and ESTIMATORS[r.rl.advantage].needs_critic]
+        if asks and self.critic is None:
+            raise ValueError(
+                f"advantage '{asks[0]}' takes a critic's values, and there is none; add a [critic] table, "
+                "or set rl.advantage = 'reinforce_pp'"
+            )
+        if self.critic is not None and not asks:
+            raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")
         if self.eval.n < self.gate.min_n:
             raise ValueError(
                 f"eval.n = {self.eval.n} tasks never make the {self.gate.min_n} pairs of gate.min_n: raise it, or lower that"

@@ -49,12 +49,22 @@ def cut_samples(
     samples: list[TrainingSample] = []
     over_age = 0
     for rollout, advantage in zip(rollouts, advantages, strict=True):
+        made = []
         for chain in _chains(rollout.turns):
             sample, masked = _sample(rollout, chain, advantage, oldest_version)
             over_age += masked
             if sample is not None:
-                samples.append(sample)
+                made.append(sample)
+        samples += _rewarded(made, advantage) if ESTIMATORS[estimator].needs_critic else made
     return CutSamples(tuple(samples), over_age)
+
+
+def _rewarded(samples: Sequence[TrainingSample], reward: float) -> list[TrainingSample]:
+    """One rollout's samples with its reward right after its last trained token."""
+    rewards = [[0.0] * len(sample.token_ids) for sample in samples]
+    if samples:
+        rewards[-1][max(place for place, mask in enumerate(samples[-1].loss_mask) if mask)] = reward
+    return [replace(sample, rewards=tuple(each)) for sample, each in zip(samples, rewards, strict=True)]
 
 
 def shaped_rewards(rollouts: Sequence[Rollout], overlong: OverlongConfig | None) -> list[float]:

@@ -8,6 +8,23 @@ once, exactly. Importing this room loads no torch; the trainer itself is ``everg
 from __future__ import annotations
 
 from evergrad.training.client import TrainerClient
-from evergrad.training.config import LoraConfig, LossConfig, OptimizerConfig, TrainerConfig, TrainerError, UpdatesConfig
+from evergrad.training.config import (
+    CriticConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    TrainerError,
+    UpdatesConfig,
+)
 
-__all__ = ["LoraConfig", "LossConfig", "OptimizerConfig", "TrainerClient", "TrainerConfig", "TrainerError", "UpdatesConfig"]
+__all__ = [
+    "CriticConfig",
+    "LoraConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "TrainerClient",
+    "TrainerConfig",
+    "TrainerError",
+    "UpdatesConfig",
+]

@@ -93,6 +93,12 @@ class TrainerClient:
         answer = await self._send("POST", "/score", body)
         return [tuple(map(float, values)) for values in answer["logprobs"]]
 
+    async def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """Log-probabilities and values of the samples' masked tokens (see ``Trainer.values``)."""
+        answer = await self._send("POST", "/values", {"samples": [asdict(sample) for sample in samples]})
+        logprobs, values = ([tuple(map(float, each)) for each in answer[name]] for name in ("logprobs", "values"))
+        return logprobs, values
+
     async def health(self) -> dict[str, Any]:
         """``status``, ``updates``, ``policy_version``, the ``operation`` under way and its ``seconds``; within 5 s."""
         return await self._send("GET", "/health", timeout=_HEALTH_TIMEOUT_S)

@@ -72,6 +72,11 @@ class Forest:
         return len(self.token_ids)
 
     @property
+    def row_of_token(self) -> IntArray:
+        """[T] index into R: what the token is predicted from."""
+        return self.row_of_pair[self.pair_of_token]
+
+    @property
     def rollout_of_token(self) -> IntArray:
         """[T] index of the rollout."""
         return self.rollout_of_sample[self.sample_of_token]

@@ -14,16 +14,20 @@ from evergrad.training.forest import Together, TrainedTokens
 from evergrad.training.losses import Loss, Totals
 from evergrad.types import TrainingBatch, TrainingSample
 
-_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "advantages", "reference_logprobs", "proximal_logprobs")
+_OPTIONAL = ("reference_logprobs", "proximal_logprobs", "rewards", "values", "returns")
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "advantages", *_OPTIONAL)
 
 
-def trained_tokens(batch: TrainingBatch, rule: Loss, *, computes_reference: bool) -> list[TrainedTokens]:
+def trained_tokens(
+    batch: TrainingBatch, rule: Loss, *, computes_reference: bool, has_critic: bool = False
+) -> list[TrainedTokens]:
     """Which positions of which samples carry a loss; samples without any are left out.
 
     Args:
         batch: What to train on.
         rule: Says what it needs of a sample.
         computes_reference: Whether the trainer has the frozen reference, so that samples need not bring it.
+        has_critic: Whether there is one to learn from ``returns``, if samples have them: it learns from every masked position.
 
     Raises:
         TrainerError: see ``Trainer.forward_backward``.
@@ -31,7 +35,7 @@ def trained_tokens(batch: TrainingBatch, rule: Loss, *, computes_reference: bool
     masked = sum(sum(1 for value in sample.loss_mask if value) for sample in batch.samples)
     if masked > batch.num_valid_tokens:
         raise TrainerError(f"{masked} positions carry a loss, but num_valid_tokens is {batch.num_valid_tokens}")
-    read = _fields_read(batch, rule, computes_reference)
+    read = _fields_read(batch, rule, computes_reference, has_critic)
     rollouts = _rollouts(batch.samples, rule)
     speaking = _speaking(batch.samples, rollouts, rule)
     num_valid: Counter[int] = Counter()
@@ -95,7 +99,7 @@ def _speaking(samples: Sequence[TrainingSample], rollouts: Sequence[int], rule: 
     for number, sample in enumerate(samples):
         _check_lengths(number, sample)
     masks = [np.asarray(sample.loss_mask, dtype=bool) for sample in samples]
-    if not rule.silent_at_zero:
+    if not rule.silent_at_zero or any(sample.returns is not None for sample in samples):
         return masks
     found = [
         mask & (np.asarray(sample.advantages, dtype=np.float64) != 0.0) for mask, sample in zip(masks, samples, strict=True)
@@ -113,7 +117,7 @@ def kept_together(rule: Loss) -> Together | None:
     return "rollout" if rule.whole_rollouts else None
 
 
-def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool) -> tuple[str, ...]:
+def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool, has_critic: bool) -> tuple[str, ...]:
     read: list[str] = []
     if not any(any(sample.loss_mask) for sample in batch.samples):
         return ()
@@ -135,13 +139,21 @@ def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool) -> 
         )
     if rule.needs_proximal and _brought(batch, "proximal_logprobs"):
         read.append("proximal_logprobs")
+    if _brought(batch, "returns"):
+        if not has_critic:
+            raise TrainerError(
+                "the samples have returns, which a critic learns from, but the trainer has none",
+                hint="give the trainer a critic, or use advantages that need none",
+            )
+        _brought(batch, "values", needed=True)
+        read += ["returns", "values"]
     return tuple(read)
 
 
-def _brought(batch: TrainingBatch, field: str) -> bool:
+def _brought(batch: TrainingBatch, field: str, *, needed: bool = False) -> bool:
     """Whether the samples bring a field along: all that are trained, or none."""
     having = [getattr(sample, field) is not None for sample in batch.samples if any(sample.loss_mask)]
-    if any(having) and not all(having):
+    if (any(having) or needed) and not all(having):
         raise TrainerError(f"{having.count(False)} of {len(having)} samples have no {field}", hint="give it to all, or to none")
     return any(having)
 

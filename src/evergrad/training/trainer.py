@@ -12,7 +12,7 @@ Several updates on a batch repeat it per mini-batch, with the policy before the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from evergrad.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
+from evergrad.training.critic import Critic
 from evergrad.training.forest import Forest, TrainedTokens, plant
 from evergrad.training.lora import (
     LoraLinear,
@@ -73,6 +74,7 @@ class Trainer:
             self._lora = self._add_lora(master)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._optimizer = self._fresh_optimizer()
+        self._critic = self._fresh_critic()
         self.updates = 0
         """Optimizer updates that were applied since the start or the last :meth:`reset`."""
         self.policy_version = 0
@@ -84,6 +86,13 @@ class Trainer:
         if self._model.get_output_embeddings() is not head:
             raise TrainerError("the output embedding cannot be a LoRA target", hint="remove it from lora.targets")
         return layers
+
+    def _fresh_critic(self) -> Critic | None:
+        if self.config.critic is None:
+            return None
+        wide = torch.promote_types(self._model.dtype, torch.float32)
+        width = self._model.get_output_embeddings().weight.shape[1]
+        return Critic(self.config.critic, width, self.config.seed, self._device, wide)
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         settings = self.config.optimizer
@@ -114,6 +123,8 @@ class Trainer:
         """
         started = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._critic is not None:
+            self._critic.zero_grad()
         updates = updates or UpdatesConfig()
         parts = mini_batches(batch, updates, seed=f"{self.config.seed}/{self.updates}")
         if updates.total > 1:
@@ -129,8 +140,8 @@ class Trainer:
         trained = self._trained(batch, rule)  # the whole batch, before the first update changes anything
         if not rule.needs_proximal or any(sample.proximal_logprobs is not None for sample in batch.samples):
             return list(parts)
-        scored = self._score(trained)
-        return [with_proximal(part, scored) for part in parts]
+        scored = self._read_off(trained, lambda forest: [score_forest(self._model, forest).logprobs])
+        return [with_proximal(part, {key: row for key, (row,) in scored.items()}) for part in parts]
 
     def forward_backward(self, batch: TrainingBatch, loss: LossConfig) -> dict[str, float]:
         """Adds the gradient of the batch's loss to what is there, without moving the weights.
@@ -159,14 +170,15 @@ class Trainer:
         return meter.metrics(forests)
 
     def _trained(self, batch: TrainingBatch, rule: Loss) -> list[TrainedTokens]:
-        trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora")
+        has_critic = self._critic is not None
+        trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora", has_critic=has_critic)
         for item in trained:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
         return trained
 
     def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
         reference = self._reference(forest) if rule.needs_reference else None
-        logprobs, entropies = score_forest(self._model, forest, entropies=rule.needs_entropy)
+        logprobs, entropies, states = score_forest(self._model, forest, entropies=rule.needs_entropy)
 
         def column(field: str) -> Tensor:
             return torch.from_numpy(forest.column(field)).to(logprobs)
@@ -186,6 +198,13 @@ class Trainer:
         loss = rule.total(tokens, totals)
         loss.backward()  # type: ignore[no-untyped-call]
         meter.add(loss, tokens)
+        if self._critic is not None and forest.items[0].sample.returns is not None:
+            values = self._values(self._critic, forest, states)
+            self._critic.backward(values, column("values"), column("returns"), totals.tokens)
+
+    def _values(self, critic: Critic, forest: Forest, states: Tensor) -> Tensor:
+        """[T]"""
+        return critic.values(states).index_select(0, torch.from_numpy(forest.row_of_token).to(self._device))
 
     def _reference(self, forest: Forest) -> Tensor:
         """Log-probabilities of the frozen reference, [T]: the samples' own, or computed here."""
@@ -213,24 +232,50 @@ class Trainer:
         wanted = scored_tokens(samples)
         for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        scored = self._score(wanted, reference=reference)
-        return [scored.get(id(sample), (0.0,) * len(sample.token_ids)) for sample in samples]
+        with as_reference(self._lora) if reference else nullcontext():
+            scored = self._read_off(wanted, lambda forest: [score_forest(self._model, forest).logprobs])
+        return [row[0] for row in _in_order(samples, scored, 1)]
+
+    def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """Of each sample's masked tokens under the current policy, in one pass: log-probabilities, as :meth:`score`, and what
+        the critic expects before each; 0.0 where the mask is 0.
+
+        Raises:
+            TrainerError: there is no critic, or a masked token that cannot be scored.
+        """
+        critic = self._critic
+        if critic is None:
+            raise TrainerError("the trainer has no critic", hint="configure one: critic = {}")
+        wanted = scored_tokens(samples)
+        for item in wanted:
+            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+
+        def both(forest: Forest) -> list[Tensor]:
+            scores = score_forest(self._model, forest)
+            return [scores.logprobs, self._values(critic, forest, scores.states)]
+
+        rows = _in_order(samples, self._read_off(wanted, both), 2)
+        return [row[0] for row in rows], [row[1] for row in rows]
 
     @torch.no_grad()
-    def _score(self, wanted: Sequence[TrainedTokens], *, reference: bool = False) -> dict[int, tuple[float, ...]]:
-        """By the ``id`` of the sample: log-probabilities at the wanted positions, 0.0 elsewhere."""
-        values = {id(item.sample): np.zeros(len(item.sample.token_ids)) for item in wanted}
+    def _read_off(
+        self, wanted: Sequence[TrainedTokens], columns: Callable[[Forest], list[Tensor]]
+    ) -> dict[int, list[tuple[float, ...]]]:
+        """By the ``id`` of the sample: what each of the columns, [T], says at the wanted positions, 0.0 elsewhere."""
+        found: dict[int, list[tuple[float, ...]]] = {}
         for forest in plant(wanted, self.config.micro_batch_tokens):
-            with as_reference(self._lora) if reference else nullcontext():
-                logprobs = score_forest(self._model, forest)[0].cpu().double().numpy()
+            numbers = [column.cpu().double().numpy() for column in columns(forest)]
             for index, item in enumerate(forest.items):
-                values[id(item.sample)][item.positions] = logprobs[forest.sample_of_token == index]
-        return {key: tuple(found.tolist()) for key, found in values.items()}
+                rows = np.zeros((len(numbers), len(item.sample.token_ids)))
+                rows[:, item.positions] = [column[forest.sample_of_token == index] for column in numbers]
+                found[id(item.sample)] = [tuple(row) for row in rows.tolist()]
+        return found
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
-        """Clips the gradient, applies it, and forgets it.
+        """Clips the gradient, applies it, and forgets it; the critic's too, where samples had ``returns``.
 
-        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved) and ``skipped_nonfinite``.
+        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved), ``skipped_nonfinite``, and the
+        critic's (see ``Critic.optim_step``).
         Without any gradient, or with one that is not finite, weights and optimizer state stay as they are.
         """
         settings = self.config.optimizer
@@ -245,11 +290,13 @@ class Trainer:
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
+        critic = self._critic.optim_step() if self._critic is not None else {}
         return {
             "grad_norm": norm,
             "lr": rate,
             "updated": float(bool(grads) and finite),
-            "skipped_nonfinite": float(not finite),
+            "skipped_nonfinite": float(not finite or critic.get("critic_skipped", 0.0) > 0),
+            **critic,
         }
 
     def logprobs(self, token_ids: tuple[int, ...], temperature: float = 1.0) -> list[float]:
@@ -311,6 +358,7 @@ class Trainer:
             state,
             torch.get_rng_state(),
             dict(reference_tensors(self._lora)),
+            self._critic.state() if self._critic is not None else {},
         )
         write_checkpoint(folder, checkpoint)
 
@@ -336,6 +384,8 @@ class Trainer:
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
             self._optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
+        if self._critic is not None:
+            self._critic.load_state(checkpoint.critic)
         torch.set_rng_state(checkpoint.rng_state)
         self.updates, self.policy_version = checkpoint.updates, checkpoint.policy_version
 
@@ -358,7 +408,7 @@ class Trainer:
             write_safetensors(partial / "model.safetensors", self.named_weights())
 
     def reset(self, weights_uri: str | None = None) -> None:
-        """Starts anew, with a fresh optimizer, from an export of :meth:`export`, or from the base when None.
+        """Starts anew, with a fresh optimizer and critic, from an export of :meth:`export`, or from the base when None.
 
         Where it starts from is the frozen reference of a LoRA from then on.
 
@@ -375,6 +425,7 @@ class Trainer:
         else:
             self._load_full(weights_uri or self.config.model)
         self._optimizer = self._fresh_optimizer()
+        self._critic = self._fresh_critic()
         self.updates = 0
 
     def _reset_lora(self) -> None:
@@ -394,9 +445,17 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}
         lora = self.config.lora.model_dump(mode="json") if self.config.method == "lora" else None
-        return {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
+        identity = {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
+        return identity if self.config.critic is None else {**identity, "critic": self.config.critic.hidden}
+
+
+def _in_order(
+    samples: Sequence[TrainingSample], found: Mapping[int, list[tuple[float, ...]]], columns: int
+) -> list[list[tuple[float, ...]]]:
+    """What was found of each sample; zeros for those without a masked token."""
+    return [found.get(id(sample), [(0.0,) * len(sample.token_ids)] * columns) for sample in samples]
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    odd = [key for key in ours if theirs.get(key) != ours[key]]
+    odd = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     return f"{', '.join(odd)} differ; use the configuration it was saved with"

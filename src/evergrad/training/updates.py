@@ -9,9 +9,9 @@ from random import Random
 from evergrad.training.config import TrainerError, UpdatesConfig
 from evergrad.types import TrainingBatch, TrainingSample
 
-_SUMMED = frozenset({"gradient_tokens", "trained_tokens", "micro_batches", "updated", "skipped_nonfinite"})
+_SUMMED = frozenset({"gradient_tokens", "trained_tokens", "micro_batches", "updated", "skipped_nonfinite", "critic_skipped"})
 """Figures of which a step reports the sum over its updates; of the others the mean."""
-_LARGEST = frozenset({"ratio_max_error", "grad_norm"})
+_LARGEST = frozenset({"ratio_max_error", "grad_norm", "critic_grad_norm"})
 
 
 def mini_batches(batch: TrainingBatch, updates: UpdatesConfig, seed: str) -> list[TrainingBatch]:

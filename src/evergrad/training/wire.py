@@ -26,6 +26,9 @@ class SampleBody(Config):
     group_id: str = ""
     reference_logprobs: tuple[float, ...] | None = None
     proximal_logprobs: tuple[float, ...] | None = None
+    rewards: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    returns: tuple[float, ...] | None = None
 
     def noun(self) -> TrainingSample:
         return TrainingSample(**dict(self))
@@ -77,6 +80,12 @@ class ScoreBody(Config):
 
     samples: tuple[SampleBody, ...]
     reference: bool = False
+
+
+class ValuesBody(Config):
+    """``POST /values``."""
+
+    samples: tuple[SampleBody, ...]
 
 
 class ResetBody(Config):

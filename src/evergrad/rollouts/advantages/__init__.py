@@ -13,7 +13,7 @@ from evergrad.config import nearest
 from evergrad.rollouts.advantages._estimator import Estimator
 from evergrad.rollouts.advantages._spread import uniform
 from evergrad.rollouts.advantages.constant import constant
-from evergrad.rollouts.advantages.generalized import generalized_advantages
+from evergrad.rollouts.advantages.generalized import GaeConfig, generalized_advantages
 from evergrad.rollouts.advantages.group_mean import group_mean
 from evergrad.rollouts.advantages.group_normalized import group_normalized
 from evergrad.rollouts.advantages.leave_one_out import leave_one_out
@@ -21,7 +21,16 @@ from evergrad.rollouts.advantages.overlong import OverlongConfig
 from evergrad.rollouts.advantages.reinforce_pp import reward_itself, whitened
 from evergrad.types import EvergradError
 
-__all__ = ["ESTIMATORS", "Estimator", "OverlongConfig", "estimate", "generalized_advantages", "uniform", "whitened"]
+__all__ = [
+    "ESTIMATORS",
+    "Estimator",
+    "GaeConfig",
+    "OverlongConfig",
+    "estimate",
+    "generalized_advantages",
+    "uniform",
+    "whitened",
+]
 
 ESTIMATORS: dict[str, Estimator] = {
     "group_mean": Estimator(group_mean),
@@ -29,6 +38,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "leave_one_out": Estimator(leave_one_out),
     "reinforce_pp": Estimator(reward_itself, of_batch=whitened, least_group=1),
     "reinforce_pp_baseline": Estimator(group_mean, of_batch=whitened),
+    "generalized": Estimator(reward_itself, least_group=1, needs_critic=True),
     "constant": Estimator(constant, least_group=1),
 }
 

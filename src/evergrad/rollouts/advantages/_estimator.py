@@ -20,3 +20,5 @@ class Estimator:
     least_group: int = 2
     """Rollouts of one task that it takes to compare. With 1 a reward is compared outside its group, so that a group of equal
     rewards says something, too."""
+    needs_critic: bool = False
+    """Samples get their ``rewards`` token by token, for ``rollouts.appraise`` to compare with a critic's values."""
