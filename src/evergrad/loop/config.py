@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
-from evergrad.training import CriticConfig, LoraConfig, LossConfig, UpdatesConfig
+from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig
 from evergrad.training.sinks import SinkConfig
 
 
@@ -76,10 +76,10 @@ class RLConfig(Config):
     """Steps over which the learning rate rises to ``lr``. Adam's first step moves every weight by the whole rate, whatever the
     size of its gradient; a few groups decide that gradient."""
     final_lr_share: float = Field(1.0, gt=0, le=1)
-    """Of ``lr`` at the last of ``steps``; the rate falls to it in a line, so that the weights that are kept do not depend on
-    the last few groups."""
-    temperature: float = Field(1.0, gt=0)
-    """Greedy rollouts have no gradient, hence > 0."""
+    """Of ``lr`` at the last of ``steps``; after the warmup the rate falls to it in a line, so that the weights that are kept do
+    not depend on the last few groups."""
+    temperature: float = 1.0
+    """Of the rollouts, > 0; the trainer scores their tokens under the same one."""
     advantage: str = "group_mean"
     """A line of ``rollouts/advantages``: ``group_mean``, ``group_normalized``, ``leave_one_out``, or over the whole batch
     ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several), or ``generalized``, token by
@@ -105,9 +105,28 @@ class RLConfig(Config):
         >>> [round(RLConfig(steps=11, lr=0.4, final_lr_share=0.5).lr_at(step), 9) for step in (0, 5, 10)]
         [0.4, 0.3, 0.2]
         """
-        risen = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        fallen = (1.0 - self.final_lr_share) * step / max(1, self.steps - 1)
-        return self.lr * risen * (1.0 - fallen)
+        schedule = ScheduleConfig(lr=self.lr, warmup_steps=self.warmup_steps, shape="linear", final_share=self.final_lr_share)
+        return schedule.at(step, self.steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_distribution(cls, data: Any) -> Any:
+        for key in ("top_p", "top_k", "min_p"):
+            if isinstance(data, Mapping) and key in data:
+                raise ValueError(
+                    f"{key} samples from a part of the distribution, and the trainer scores under the whole of it, so every "
+                    f"ratio would be wrong; leave {key} out, and lower temperature for fewer unlikely tokens"
+                )
+        return data
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_greedy(cls, value: float) -> float:
+        if value <= 0.0:
+            raise ValueError(
+                f"temperature {value:g} is greedy: rollouts of a task are all equal, and have no gradient; set 1.0"
+            )
+        return value
 
     @model_validator(mode="after")
     def _sound(self) -> RLConfig:

@@ -17,12 +17,14 @@ from evergrad.training.config import (
     TrainerError,
     UpdatesConfig,
 )
+from evergrad.training.schedule import ScheduleConfig
 
 __all__ = [
     "CriticConfig",
     "LoraConfig",
     "LossConfig",
     "OptimizerConfig",
+    "ScheduleConfig",
     "TrainerClient",
     "TrainerConfig",
     "TrainerError",
