@@ -202,6 +202,22 @@ def test_a_rollout_is_appraised_over_all_its_samples_and_reached_by_its_reward_a
         appraise(TrainingBatch(assign_advantages(group), 4), [(0.0,) * 3, (0.0,) * 3, (0.0,) * 2], GaeConfig())
 
 
+def test_turn_by_turn_the_walk_has_one_step_a_turn() -> None:
+    """Turns of 2 and 1 tokens in one sample, reward 1 at the end; γ = 1, λ = 0.5: the length of a turn decays nothing."""
+    turns = (turn((1,), (2, 3)), turn((1, 2, 3, 9), (4,)))
+    group = RolloutGroup("g", (rollout("a", turns, 1.0),))
+    samples = cut_samples(group, "generalized", oldest_version=None).samples
+    values = [(0.0, 0.2, 7.0, 0.0, 0.6)]
+    (found,) = appraise(TrainingBatch(samples, 3), values, GaeConfig(step="turn", decay=0.5)).samples
+    second = 1.0 - 0.6
+    first = 0.6 - 0.2 + 0.5 * second
+    assert found.returns == pytest.approx((0.0, first + 0.2, first + 0.2, 0.0, 1.0))
+    mean = (2 * first + second) / 3
+    deviation = math.sqrt((2 * (first - mean) ** 2 + (second - mean) ** 2) / 3)
+    whitened = [(each - mean) / deviation for each in (first, first, second)]
+    assert found.advantages == pytest.approx((0.0, *whitened[:2], 0.0, whitened[2]))
+
+
 def test_the_price_on_length_falls_in_a_line() -> None:
     price = OverlongConfig(longest=100, margin=40)
     assert [price.penalty(n) for n in (0, 60, 70, 100, 1000)] == [0.0, 0.0, -0.25, -1.0, -1.0]

@@ -82,10 +82,10 @@ class RLConfig(Config):
     """Of the rollouts, > 0; the trainer scores their tokens under the same one."""
     advantage: str = "group_mean"
     """A line of ``rollouts/advantages``: ``group_mean``, ``group_normalized``, ``leave_one_out``, or over the whole batch
-    ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several), or ``generalized``, token by
-    token from a critic."""
+    ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several), or ``generalized`` from a
+    critic."""
     gae: GaeConfig = Field(default_factory=GaeConfig)
-    """For advantage ``generalized``."""
+    """For advantage ``generalized``: one for each token or turn."""
     overlong: OverlongConfig | None = None
     """What long rollouts pay; nothing when absent."""
     loss: LossConfig = Field(default_factory=lambda: LossConfig(name="policy_gradient"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import Field
 
@@ -10,12 +11,15 @@ from evergrad.config import Config
 
 
 class GaeConfig(Config):
-    """Generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438), token by token."""
+    """Generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438)."""
 
+    step: Literal["token", "turn"] = "token"
+    """What one step of the walk is. Of a turn, the value before its first token counts, and all its tokens share one advantage:
+    discount and decay are then per turn, whatever its length."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """γ: what a reward one token later is worth."""
+    """γ: what a reward one step later is worth."""
     decay: float = Field(default=1.0, ge=0, le=1)
-    """λ: 1 trusts the rewards alone, 0 the critic alone. Of a reward at the end of a rollout of n tokens, ``λⁿ`` reaches the
+    """λ: 1 trusts the rewards alone, 0 the critic alone. Of a reward at the end of a rollout of n steps, ``λⁿ`` reaches the
     first."""
 
 
