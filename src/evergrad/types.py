@@ -312,7 +312,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Samples of one optimizer step. The loss divides by ``num_valid_tokens``, however the batch is cut."""
+    """Samples of one step. The loss divides by ``num_valid_tokens``, however the batch is cut into micro-batches."""
 
     samples: tuple[TrainingSample, ...]
     num_valid_tokens: int

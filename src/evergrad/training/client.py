@@ -56,7 +56,7 @@ class TrainerClient:
             "updates": (updates or UpdatesConfig()).model_dump(),
         }
         answer = await self._send("POST", "/step", body)
-        return {name: float("nan") if value is None else float(value) for name, value in answer.items()}
+        return {name: _number(value) for name, value in answer.items()}
 
     async def descriptor(self) -> dict[str, Any]:
         """Of the trainer's shared-memory slots, for an engine to attach to."""
@@ -91,13 +91,12 @@ class TrainerClient:
         """Log-probabilities of the samples' masked tokens (see ``Trainer.score``)."""
         body = {"samples": [asdict(sample) for sample in samples], "reference": reference}
         answer = await self._send("POST", "/score", body)
-        return [tuple(map(float, values)) for values in answer["logprobs"]]
+        return _rows(answer["logprobs"])
 
     async def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
         """Log-probabilities and values of the samples' masked tokens (see ``Trainer.values``)."""
         answer = await self._send("POST", "/values", {"samples": [asdict(sample) for sample in samples]})
-        logprobs, values = ([tuple(map(float, each)) for each in answer[name]] for name in ("logprobs", "values"))
-        return logprobs, values
+        return _rows(answer["logprobs"]), _rows(answer["values"])
 
     async def health(self) -> dict[str, Any]:
         """``status``, ``updates``, ``policy_version``, the ``operation`` under way and its ``seconds``; within 5 s."""
@@ -133,3 +132,12 @@ class TrainerClient:
         if response.status_code != 200:
             raise TrainerError(answer.get("error", {}).get("message", f"status {response.status_code}"), where=where)
         return dict(answer)
+
+
+def _number(value: float | None) -> float:
+    """A figure from JSON, which has no word for one that is not finite."""
+    return float("nan") if value is None else float(value)
+
+
+def _rows(answer: Sequence[Sequence[float | None]]) -> list[tuple[float, ...]]:
+    return [tuple(_number(value) for value in row) for row in answer]
