@@ -295,25 +295,33 @@ class TrainingSample:
     temperature: float = 1.0
     """Of the distribution that ``logprobs`` belong to; the trainer scores under the same one."""
     rollout_id: str = ""
+    """Samples that share it are parts of one rollout, and together count as one; empty for a sample that is a whole one."""
     group_id: str = ""
     """Which samples belong together: the rollouts of a task, the two answers of a preference pair. Empty when none do."""
     reference_logprobs: tuple[float, ...] | None = None
     """Of a frozen reference, or of a teacher; ``None`` when there is none, or the trainer shall compute them."""
     proximal_logprobs: tuple[float, ...] | None = None
     """Of the policy before the first update on this batch, when several are made on it."""
+    rewards: tuple[float, ...] | None = None
+    """What was earned right after each token; there when advantages come from a critic."""
+    values: tuple[float, ...] | None = None
+    """What the critic expected before each token, before the first update on this batch."""
+    returns: tuple[float, ...] | None = None
+    """What it should have expected; the critic's targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Samples of one optimizer step. The loss divides by ``num_valid_tokens``, however the batch is cut."""
+    """Samples of one step. The loss divides by ``num_valid_tokens``, however the batch is cut into micro-batches."""
 
     samples: tuple[TrainingSample, ...]
     num_valid_tokens: int
     """Positions with ``loss_mask`` 1 over all samples, zero-advantage ones included, over-age ones excluded."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the data itself: reward, staleness, lengths, outcome counts. They ride with the batch they describe."""
-    num_samples: int | None = None
-    """Samples with a mask in the whole optimizer step, when this batch is only a part of it; counted here when ``None``."""
+    num_rollouts: int | None = None
+    """Rollouts with a mask in the whole optimizer step, when this batch is only a part of it; counted here when ``None``.
+    A part holds all samples of each of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,3 +158,20 @@ def test_the_commands_of_training_on_data_do_what_the_page_says(tmp_path: Path, 
         assert command(shlex.split(line)[1:]) == 0, line
     for run in ("sft", "dpo"):
         assert (tmp_path / "runs" / run / "final" / "adapter_model.safetensors").is_file()
+
+
+def test_every_method_of_the_table_is_a_valid_configuration() -> None:
+    from evergrad.config import parse_config
+    from evergrad.loop.config import RunConfig
+
+    text = (ROOT / "docs" / "how-to" / "choose-a-method.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (.*) \|$", text, flags=re.MULTILINE)[1:]
+    assert len(rows) >= 10
+    for method, takes in rows:
+        keys = "\n".join(each for each in re.findall(r"`([^`]+)`", takes) if "=" in each)
+        data: dict[str, Any] = {"environment": {"name": "support_desk"}, "learn": {"rl": tomllib.loads(keys)}}
+        if "[critic]" in takes:
+            data["critic"] = {}
+        if "several updates" in takes:
+            data["learn"]["rl"]["updates"] = {"epochs": 2, "mini_batches": 4}
+        parse_config(RunConfig, data, where=method)

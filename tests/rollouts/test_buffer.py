@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.envs import Taskset
-from evergrad.rollouts import Buffer, BufferCounts, BufferStopped, Ticket, keep_filled
+from evergrad.rollouts import Buffer, BufferCounts, BufferStopped, OverlongConfig, Ticket, keep_filled
 from evergrad.types import (
     Completion,
     EvergradError,
@@ -179,6 +179,32 @@ async def test_nothing_to_learn_ends_with_a_reason() -> None:
     with pytest.raises(BufferStopped, match=r"equal rewards.*mean reward 1\.000"):
         await buffer.acquire()
     assert buffer.counts.trained == 3
+
+
+async def test_compared_with_the_batch_a_group_of_equal_rewards_says_something() -> None:
+    """REINFORCE++ with one rollout a task: no group is flat, none is replaced, and only a batch of equal rewards is empty."""
+    buffer = Buffer(
+        max_off_policy_steps=0,
+        groups_per_batch=4,
+        estimator="reinforce_pp",
+        resamples_per_batch=3,
+        flat_batches_allowed=0,
+        overlong=OverlongConfig(longest=4, margin=4),
+    )
+    for step, rewards in enumerate(([1.0, 0.0, 0.0, 0.0], [1.0] * 4)):
+        for reward in rewards:
+            ticket = await take_ticket(buffer)
+            await buffer.put(ticket, group(str(ticket.index), [reward], buffer.policy_version))
+        batch = await buffer.take_batch()
+        found = [sample.advantages[-1] for sample in batch.samples]
+        assert found == pytest.approx([[3**0.5, *[-(3**-0.5)] * 3], [0.0] * 4][step], abs=1e-12)
+        assert batch.metrics["informative_groups"] == [4, 0][step]
+        assert batch.metrics["groups_replaced"] == 0
+        assert batch.metrics["reward_mean"] == [0.25, 1.0][step], "figures keep the verifier's reward"
+        assert batch.metrics["overlong_penalty_mean"] == -0.5
+        await buffer.advance(step + 1)
+    with pytest.raises(BufferStopped, match="equal rewards throughout"):
+        await buffer.acquire()
 
 
 async def test_too_many_faults_stop_the_run_with_counts_per_cause() -> None:

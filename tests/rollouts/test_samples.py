@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from evergrad.rollouts import (
     ESTIMATORS,
+    GaeConfig,
+    OverlongConfig,
+    appraise,
     assign_advantages,
     cut_samples,
     estimate,
     generalized_advantages,
-    overlong_penalty,
 )
+from evergrad.rollouts._samples import over_batch
 from evergrad.types import (
     Completion,
     EvergradError,
@@ -24,6 +27,7 @@ from evergrad.types import (
     PolicySpan,
     Rollout,
     RolloutGroup,
+    TrainingBatch,
     TrainingSample,
     Turn,
     Usage,
@@ -140,7 +144,7 @@ def test_leave_one_out_compares_with_the_others(rewards: list[float]) -> None:
     assert estimate("leave_one_out", rewards) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"constant"}))
+@pytest.mark.parametrize("name", sorted(name for name, each in ESTIMATORS.items() if each.least_group > 1))
 def test_groups_that_tell_nothing_or_are_broken_have_a_named_outcome(name: str) -> None:
     assert estimate(name, [0.7]) == [0.0]
     assert estimate(name, [0.7] * 4) == [0.0] * 4
@@ -159,19 +163,109 @@ def test_generalized_advantages_are_the_sum_of_later_errors(
     steps: list[tuple[float, float]], discount: float, decay: float
 ) -> None:
     rewards, values = [r for r, _ in steps], [v for _, v in steps]
+    gae = GaeConfig(discount=discount, decay=decay)
     errors = [r + discount * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=bool(steps))]
     expected = [
         sum((discount * decay) ** (later - t) * errors[later] for later in range(t, len(errors))) for t in range(len(errors))
     ]
-    found = generalized_advantages(rewards, values, discount=discount, decay=decay)
+    found = generalized_advantages(rewards, values, gae)
     assert found == pytest.approx(expected, abs=1e-9)
 
 
+def test_a_rollout_is_appraised_over_all_its_samples_and_reached_by_its_reward_at_the_end() -> None:
+    """Two samples of one rollout (2 and 1 tokens, reward 1), one of another (1 token, reward 0); γ = 0.5, λ = 0.5."""
+    cut = (turn((1,), (2, 3)), turn((8, 9), (4,)))
+    group = RolloutGroup("g", (rollout("a", cut, 1.0), rollout("b", (turn((1,), (5,)),), 0.0)))
+    samples = cut_samples(group, "generalized", oldest_version=None).samples
+    assert [sample.rewards for sample in samples] == [(0.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.0)]
+    batch = TrainingBatch((samples[0], samples[2], samples[1]), 4)
+    nan = math.nan  # what a critic says where the mask is 0 means nothing
+    found = appraise(batch, [(nan, 0.2, 0.4), (nan, -0.3), (nan, nan, 0.6)], GaeConfig(discount=0.5, decay=0.5))
+    third = 1.0 - 0.6
+    second = 0.5 * 0.6 - 0.4 + 0.25 * third
+    first = 0.5 * 0.4 - 0.2 + 0.25 * second
+    raw = [first, second, 0.3, third]
+    mean = sum(raw) / 4
+    deviation = math.sqrt(sum((each - mean) ** 2 for each in raw) / 4)
+    assert [s.returns for s in found.samples] == [
+        pytest.approx((0.0, 0.2 + first, 0.4 + second)),
+        pytest.approx((0.0, 0.0)),
+        pytest.approx((0.0, 0.0, 1.0)),
+    ]
+    assert [each for s in found.samples for each, m in zip(s.advantages, s.loss_mask, strict=True) if m] == pytest.approx(
+        [(each - mean) / deviation for each in raw]
+    )
+    assert found.samples[0].values == (0.0, 0.2, 0.4)
+    with pytest.raises(EvergradError, match="one value for each token"):
+        appraise(batch, [(0.0, 0.0)], GaeConfig())
+    with pytest.raises(EvergradError, match="no rewards"):
+        appraise(TrainingBatch(assign_advantages(group), 4), [(0.0,) * 3, (0.0,) * 3, (0.0,) * 2], GaeConfig())
+
+
+def test_turn_by_turn_the_walk_has_one_step_a_turn() -> None:
+    """Turns of 2 and 1 tokens in one sample, reward 1 at the end; γ = 1, λ = 0.5: the length of a turn decays nothing."""
+    turns = (turn((1,), (2, 3)), turn((1, 2, 3, 9), (4,)))
+    group = RolloutGroup("g", (rollout("a", turns, 1.0),))
+    samples = cut_samples(group, "generalized", oldest_version=None).samples
+    values = [(0.0, 0.2, 7.0, 0.0, 0.6)]
+    (found,) = appraise(TrainingBatch(samples, 3), values, GaeConfig(step="turn", decay=0.5)).samples
+    second = 1.0 - 0.6
+    first = 0.6 - 0.2 + 0.5 * second
+    assert found.returns == pytest.approx((0.0, first + 0.2, first + 0.2, 0.0, 1.0))
+    mean = (2 * first + second) / 3
+    deviation = math.sqrt((2 * (first - mean) ** 2 + (second - mean) ** 2) / 3)
+    whitened = [(each - mean) / deviation for each in (first, first, second)]
+    assert found.advantages == pytest.approx((0.0, *whitened[:2], 0.0, whitened[2]))
+
+
 def test_the_price_on_length_falls_in_a_line() -> None:
-    prices = [overlong_penalty(n, longest=100, margin=40) for n in (0, 60, 70, 100, 1000)]
-    assert prices == [0.0, 0.0, -0.25, -1.0, -1.0]
-    with pytest.raises(ValueError, match="margin 0"):
-        overlong_penalty(1, longest=10, margin=0)
+    price = OverlongConfig(longest=100, margin=40)
+    assert [price.penalty(n) for n in (0, 60, 70, 100, 1000)] == [0.0, 0.0, -0.25, -1.0, -1.0]
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        OverlongConfig(longest=10, margin=0)
+    with pytest.raises(ValueError, match="set it to 10 at most"):
+        OverlongConfig(longest=10, margin=11)
+
+
+def test_length_is_priced_before_advantages_are_taken() -> None:
+    short, long = (turn((1,), (2, 3)),), (turn((1,), (2, 3)), turn((1, 2, 3, 9), (4, 5, 6)))
+    group = RolloutGroup("g", (rollout("a", short, 1.0), rollout("b", long, 1.0)))
+    assert not any(any(sample.advantages) for sample in assign_advantages(group))
+    cut = cut_samples(group, "group_mean", oldest_version=None, overlong=OverlongConfig(longest=6, margin=4))
+    # Two tokens cost nothing; five, over two turns, cost 3/4.
+    assert [max(sample.advantages, key=abs) for sample in cut.samples] == [0.375, -0.375]
+
+
+@given(
+    rewards=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=3), min_size=2, max_size=4),
+    lengths=st.lists(st.integers(1, 5), min_size=12, max_size=12),
+    baseline=st.booleans(),
+)
+def test_reinforce_pp_whitens_all_trained_tokens_of_the_batch(
+    rewards: list[list[float]], lengths: list[int], baseline: bool
+) -> None:
+    name = "reinforce_pp_baseline" if baseline else "reinforce_pp"
+    groups = [
+        RolloutGroup(
+            f"g{g}",
+            tuple(
+                rollout(f"{g}/{i}", (turn((1,), tuple(range(2, 2 + lengths[3 * g + i]))),), reward)
+                for i, reward in enumerate(each)
+            ),
+        )
+        for g, each in enumerate(rewards)
+    ]
+    samples = over_batch([s for group in groups for s in cut_samples(group, name, oldest_version=None).samples], name)
+    start = [r - (math.fsum(each) / len(each) if baseline else 0.0) for each in rewards for r in each]
+    tokens = [value for value, sample in zip(start, samples, strict=True) for _ in range(sum(sample.loss_mask))]
+    mean = math.fsum(tokens) / len(tokens)
+    deviation = math.sqrt(math.fsum((t - mean) ** 2 for t in tokens) / len(tokens))
+    for value, sample in zip(start, samples, strict=True):
+        expected = (value - mean) / deviation if deviation > 1e-6 else 0.0
+        assert [a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if m] == pytest.approx(
+            [expected] * sum(sample.loss_mask), abs=1e-9
+        )
+        assert not any(a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if not m)
 
 
 def test_an_unknown_estimator_names_the_nearest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -77,5 +78,5 @@ def make_batch(seed: int, groups: int = 3, size: int = 4, system: int = 5, **fie
                 rollout_id=f"r{group}.{member}",
             )
             samples.append(sample)
-    samples.append(samples[0])
+    samples.append(dataclasses.replace(samples[0], rollout_id="again"))
     return TrainingBatch(tuple(samples), sum(sum(sample.loss_mask) for sample in samples))

@@ -48,6 +48,8 @@ def batch_for(label: str, trainer: Trainer, seed: int = 0, groups: int = 4) -> T
             )
             for number, sample in enumerate(samples[: len(samples) // 2 * 2])
         ]
+    # A rollout whose context was rewritten between two turns is two samples, and not neighbours among the leaves.
+    samples[2] = dataclasses.replace(samples[2], rollout_id=samples[0].rollout_id)
     scored = trainer.score(samples)
     samples = [
         dataclasses.replace(
@@ -62,13 +64,12 @@ def batch_for(label: str, trainer: Trainer, seed: int = 0, groups: int = 4) -> T
 
 
 def parts_of(batch: TrainingBatch, pairs: bool) -> list[TrainingBatch]:
-    """Each sample or pair alone, as one part of the whole."""
-    size = 2 if pairs else 1
-    total = sum(any(sample.loss_mask) for sample in batch.samples)
-    return [
-        dataclasses.replace(batch, samples=batch.samples[first : first + size], num_samples=total)
-        for first in range(0, len(batch.samples), size)
-    ]
+    """Each rollout or pair alone, as one part of the whole."""
+    parts: dict[str, list[TrainingSample]] = {}
+    for sample in batch.samples:
+        parts.setdefault(sample.group_id if pairs else sample.rollout_id, []).append(sample)
+    total = sum(any(sample.loss_mask) for sample in batch.samples) if pairs else len(parts)
+    return [dataclasses.replace(batch, samples=tuple(part), num_rollouts=total) for part in parts.values()]
 
 
 @pytest.mark.parametrize("label", SETTINGS)
@@ -91,6 +92,41 @@ def test_gradients_do_not_depend_on_the_cut_nor_on_what_is_shared(model_folder: 
     alone, last = gradients(trainer, parts[-1], loss)
     assert_close(alone, whole, 1e-6)
     assert total + last["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+
+
+SPLIT = {"clip_low": 0.9, "clip_high": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("grpo", SPLIT), ("gspo", SPLIT), ("dr_grpo", {**SPLIT, "constant_length": 16}), ("dapo", SPLIT)]
+)
+def test_a_rollout_counts_once_however_many_samples_it_was_cut_into(
+    model_folder: Path, name: str, options: dict[str, Any]
+) -> None:
+    """The loss of one rollout of two samples (2 and 3 tokens) and one of one sample (2 tokens), written down token by token."""
+    trainer = trainer_for(model_folder)
+    cut = [make_sample([3, 4], [5, 6], rollout_id="a"), make_sample([9, 9, 8], [7, 6, 5], rollout_id="a")]
+    other = make_sample([3, 4], [8, 9], rollout_id="b", advantages=(0.0, 0.0, -0.5, -0.5))
+    samples = [cut[0], other, cut[1]]
+    scored = zip(samples, trainer.score(samples), strict=True)
+    samples = [
+        dataclasses.replace(s, logprobs=tuple(v + 0.1 * (i + 1) * m for v, m in zip(values, s.loss_mask, strict=True)))
+        for i, (s, values) in enumerate(scored)
+    ]
+    ratios = [[math.exp(-0.1 * (i + 1))] * sum(sample.loss_mask) for i, sample in enumerate(samples)]
+    first, second = [*ratios[0], *ratios[2]], ratios[1]
+    expected = {
+        "grpo": -(sum(first) / 5 - 0.5 * sum(second) / 2) / 2,
+        "gspo": -(math.exp((2 * -0.1 + 3 * -0.3) / 5) - 0.5 * second[0]) / 2,
+        "dr_grpo": -(sum(first) - 0.5 * sum(second)) / (2 * 16),
+        "dapo": -(sum(first) - 0.5 * sum(second)) / 7,
+    }[name]
+    batch = TrainingBatch(tuple(samples), 7)
+    for size in (1, 4096):
+        found = trainer_for(model_folder, micro_batch_tokens=size).forward_backward(
+            batch, LossConfig(name=name, options=options)
+        )
+        assert found["loss"] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e6])
@@ -323,7 +359,7 @@ def test_batches_that_make_no_sense_are_refused_by_name(model_folder: Path) -> N
     broken = dataclasses.replace(having, reference_logprobs=(0.0, 0.0, math.nan))
     refused(trainer, "reverse_kl", "position 2: reference_logprobs is not finite", [broken])
     refused(trainer, "reverse_kl", "differ in length", [dataclasses.replace(having, reference_logprobs=(0.0,))])
-    refused(trainer, "grpo", "2 samples carry a loss, but num_samples is 1", [one, bad], num_samples=1)
+    refused(trainer, "grpo", "2 rollouts carry a loss, but num_rollouts is 1", [one, bad], num_rollouts=1)
 
 
 def test_pairs_stay_in_one_micro_batch_and_are_swapped_without_effect(model_folder: Path) -> None:

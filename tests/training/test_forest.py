@@ -104,14 +104,14 @@ def test_groups_are_kept_whole(items: list[TrainedTokens], groups: list[int], si
         dataclasses.replace(item, sample=dataclasses.replace(item.sample, group_id=f"g{group}" if group else ""))
         for item, group in zip(items, groups, strict=False)
     ]
-    forests = plant(items, size, keep_groups=True)
+    forests = plant(items, size, keep="group")
     assert sorted(id(item) for forest in forests for item in forest.items) == sorted(map(id, items))
     for name in {item.sample.group_id for item in items} - {""}:
         homes = [forest for forest in forests if any(item.sample.group_id == name for item in forest.items)]
         assert len(homes) == 1
     for forest in forests:
         names = [item.sample.group_id or number for number, item in enumerate(forest.items)]
-        assert len(set(forest.group_of_sample.tolist())) == len(set(names))
+        assert len(set(forest.group_of_rollout.tolist())) == len(set(names))
         assert forest.sample_of_token.tolist() == [n for n, item in enumerate(forest.items) for _ in item.positions]
         assert forest.num_nodes <= size or len(set(names)) == 1
 

@@ -24,16 +24,16 @@ def tokens(
     logprobs: list[float],
     behaviour: list[float],
     advantages: list[float],
-    samples: list[int] | None = None,
+    rollouts: list[int] | None = None,
     **fields: torch.Tensor,
 ) -> TokenTensors:
-    """One sample unless ``samples`` says how many tokens each has; two samples in a row are a group."""
-    counts = samples or [len(logprobs)]
+    """One rollout unless ``rollouts`` says how many tokens each has; two rollouts in a row are a group."""
+    counts = rollouts or [len(logprobs)]
     return TokenTensors(
         logprobs=double(logprobs).requires_grad_(),
         behaviour_logprobs=double(behaviour),
         advantages=double(advantages),
-        sample=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)),
+        rollout=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)),
         lengths=torch.tensor(counts),
         group=torch.arange(len(counts)) // 2,
         **fields,
@@ -100,7 +100,7 @@ def test_ppo_is_its_closed_form_in_value_and_slope(ratio: float, advantage: floa
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        ("grpo", [1 / 6, 1 / 6, 1 / 4, 1 / 4]),  # 3 valid tokens, of which one is not here; 2 samples
+        ("grpo", [1 / 6, 1 / 6, 1 / 4, 1 / 4]),  # 3 valid tokens, of which one is not here; 2 rollouts
         ("dapo", [1 / 5] * 4),
         ("dr_grpo", [1 / 16] * 4),
     ],
@@ -109,7 +109,7 @@ def test_what_the_clipped_losses_divide_by(name: str, weights: list[float]) -> N
     given = tokens([-1.0] * 4, [-1.0] * 4, [1.0, 1.0, -1.0, -1.0], [2, 2])
     given = TokenTensors(**{f: getattr(given, f) for f in TokenTensors.__slots__} | {"lengths": torch.tensor([3, 2])})
     expected = [-w * a for w, a in zip(weights, [1.0, 1.0, -1.0, -1.0], strict=True)]
-    assert gradient(build(name), given, Totals(tokens=5, samples=2)) == pytest.approx(expected, abs=1e-12)
+    assert gradient(build(name), given, Totals(tokens=5, rollouts=2)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_gspo_clips_whole_answers_by_their_mean_log_ratio() -> None:
@@ -117,7 +117,7 @@ def test_gspo_clips_whole_answers_by_their_mean_log_ratio() -> None:
     given = tokens([-1.0, -1.0, -1.0], [-1.3, -0.9, -1.4], [2.0, 2.0, 1.0], [2, 1])
     rule = build("gspo", clip_low=0.2, clip_high=0.2)
     assert rule(given).tolist() == pytest.approx([-2.0 * math.exp(0.1)] * 2 + [-1.2], abs=1e-12)
-    # d/d logprob of −s·A, s = exp(mean): −s·A/|o| for each token, over 2 samples.
+    # d/d logprob of −s·A, s = exp(mean): −s·A/|o| for each token, over 2 rollouts.
     expected = [-2.0 * math.exp(0.1) / 2 / 2] * 2 + [0.0]
     assert gradient(rule, given, Totals(3, 2)) == pytest.approx(expected, abs=1e-12)
 
@@ -210,7 +210,7 @@ def test_the_entropy_bonus_is_a_mean_over_all_valid_tokens_whatever_the_normaliz
     given = tokens([-1.0] * 3, [-1.0] * 3, [0.0] * 3, [2, 1], entropies=entropies)
     for name in ("policy_gradient", "grpo", "dr_grpo"):
         rule = build(name, entropy_coef=0.1)
-        total = rule.total(given, Totals(tokens=3, samples=2))
+        total = rule.total(given, Totals(tokens=3, rollouts=2))
         assert total.item() == pytest.approx(-0.1 * 4.0 / 3, abs=1e-12)
         assert torch.autograd.grad(total, entropies)[0].tolist() == pytest.approx([-0.1 / 3] * 3)
         assert rule.needs_entropy
@@ -287,7 +287,7 @@ def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
         ("ppo", {"normalization": "constant"}, "needs constant_length"),
         ("ppo", {"constant_length": 9}, "set normalization = 'constant' or leave it out"),
         ("dr_grpo", {}, "constant_length"),
-        ("grpo", {"normalization": "token"}, "'sample'"),
+        ("grpo", {"normalization": "token"}, "'rollout'"),
         ("ppo", {"dual_clip": 1.1}, "set it above 1 \\+ clip_high = 1.2"),
         ("dppo_tv", {"anchor": "proximal"}, "'behaviour'"),
         ("decoupled_ppo", {"anchor": "behaviour"}, "'proximal'"),
@@ -310,11 +310,11 @@ def test_every_loss_keeps_the_contract(name: str) -> None:
     signs = [1.0, 1.0, -1.0] if rule.unit == "pair" else [1.0, 0.0, -1.0]
     given = tokens([-0.5, -1.5, -2.5], [-0.4, -1.5, -9.0], signs, [2, 1], reference_logprobs=double([-1.0, -1.0, -2.0]))
     loss = rule(given)
-    assert loss.shape == ({"token": 3, "sample": 2, "pair": 1}[rule.unit],)
+    assert loss.shape == ({"token": 3, "pair": 1}[rule.unit],)
     found = gradient(rule, given, Totals(3, 2))
     assert all(math.isfinite(each) for each in found)
     assert any(found)
-    if rule.silent_at_zero and not rule.whole_samples:
+    if rule.silent_at_zero and not rule.whole_rollouts:
         assert found[1] == 0.0
     for values in rule.figures(given).values():
         assert torch.isfinite(values.double()).all()

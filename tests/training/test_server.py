@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from evergrad.training import LossConfig, TrainerClient, TrainerConfig, TrainerError
+from evergrad.training import LossConfig, TrainerClient, TrainerConfig, TrainerError, UpdatesConfig
 from evergrad.training.trainer import Trainer
 from evergrad.transfer import Manifest, SlotReceiver, load_tensors, merged_tensors
 from evergrad.types import TrainingBatch
@@ -28,7 +28,7 @@ BATCHES = [make_batch(seed) for seed in range(5)]
 
 
 def config_for(folder: Path) -> TrainerConfig:
-    return TrainerConfig.model_validate({"model": str(folder), "threads": 1, "optimizer": {"lr": 0.01}})
+    return TrainerConfig.model_validate({"model": str(folder), "threads": 1, "optimizer": {"lr": 0.01}, "critic": {}})
 
 
 @dataclasses.dataclass
@@ -77,8 +77,9 @@ async def test_a_session_from_step_to_published_weights(model_folder: Path, tmp_
         client = server.client
         with SlotReceiver(await client.descriptor()) as receiver:
             for version, batch in enumerate(BATCHES[:3], start=1):
-                metrics = await client.step(batch, CROSS_ENTROPY, lr=0.02)
-                expected = local.step(batch, CROSS_ENTROPY, lr=0.02)
+                updates = UpdatesConfig(mini_batches=version)
+                metrics = await client.step(batch, CROSS_ENTROPY, lr=0.02, updates=updates)
+                expected = local.step(batch, CROSS_ENTROPY, lr=0.02, updates=updates)
                 assert {k: v for k, v in metrics.items() if k != "seconds"} == {
                     k: v for k, v in expected.items() if k != "seconds"
                 }
@@ -90,8 +91,9 @@ async def test_a_session_from_step_to_published_weights(model_folder: Path, tmp_
             for reference in (False, True):
                 samples = BATCHES[4].samples
                 assert await client.score(samples, reference=reference) == local.score(samples, reference=reference)
+            assert await client.values(samples) == local.values(samples)
             health = await client.health()
-            assert (health["status"], health["updates"], health["policy_version"], health["operation"]) == ("ok", 3, 3, None)
+            assert (health["status"], health["updates"], health["policy_version"], health["operation"]) == ("ok", 6, 3, None)
             await client.export(str(tmp_path / "v"))
             base = load_tensors(model_folder)
             assert all(torch.equal(receiver.tensors()[n], t) for n, t in merged_tensors(base, tmp_path / "v"))
@@ -114,7 +116,8 @@ def test_a_batch_on_the_wire_is_the_batch() -> None:
     from evergrad.training.wire import BatchBody, batch_json
 
     sample = BATCHES[0].samples[0]
-    full = dataclasses.replace(sample, group_id="g", reference_logprobs=sample.logprobs, proximal_logprobs=sample.logprobs)
+    optional = ("reference_logprobs", "proximal_logprobs", "rewards", "values", "returns")
+    full = dataclasses.replace(sample, group_id="g", **dict.fromkeys(optional, sample.logprobs))  # type: ignore[arg-type]
     for batch in (BATCHES[0], TrainingBatch((full,), 99, {"reward": 0.5}, 7)):
         assert BatchBody.model_validate(json.loads(json.dumps(batch_json(batch)))).noun() == batch
 

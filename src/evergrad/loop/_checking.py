@@ -59,6 +59,7 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
         if guard not in suites:
             raise InputError(f"gate.guards names '{guard}', which this run never measures", hint=nearest(guard, suites))
     _check_tasks(config, deployed)
+    _check_lengths(config, deployed)
     base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
 
 
@@ -100,6 +101,22 @@ def _check_tasks(config: RunConfig, deployed: list[dict[str, Any]]) -> None:
         for known in deployed[:index]:
             shown = {**known, **warm_start.settings}
             _draw(config, shown, "train", warm_start.replay, seed, "warm_start.replay")
+
+
+def _check_lengths(config: RunConfig, deployed: list[dict[str, Any]]) -> None:
+    """A price of length begins somewhere that a rollout can come to."""
+    for index, settings in enumerate(deployed):
+        rl = config.recipe(index + 1).rl
+        if rl.overlong is None or not rl.steps:
+            continue
+        limits = Taskset(config.environment.name, settings).tasks("train", 1, config.seed)[0].limits
+        most = limits.max_turns * limits.max_tokens_per_turn
+        if rl.overlong.longest - rl.overlong.margin >= most:
+            raise InputError(
+                f"rl.overlong takes nothing up to {rl.overlong.longest - rl.overlong.margin} tokens, and no rollout is longer "
+                f"than {most}",
+                hint=f"set rl.overlong.longest to {most} at most, or leave it out",
+            )
 
 
 def _draw(config: RunConfig, settings: Mapping[str, Any], split: str, count: int, seed: int, key: str) -> None:

@@ -29,6 +29,7 @@ from evergrad.loop._playing import play
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.rollouts import (
+    ESTIMATORS,
     Buffer,
     NothingToLearn,
     Ticket,
@@ -97,6 +98,7 @@ async def learn(session: Session) -> Stage:
         estimator=rl.advantage,
         total_batches=rl.steps - state.step,
         resamples_per_batch=rl.replace_groups,
+        overlong=rl.overlong,
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
     try:
@@ -121,7 +123,9 @@ async def _step(session: Session, buffer: Buffer) -> None:
     with session.clock.phase("rollout"):
         batch = await buffer.take_batch()
     rolled = time.monotonic()
-    metrics = await session.train(batch, rl.loss, rl.lr_at(state.step))
+    if ESTIMATORS[rl.advantage].needs_critic:
+        batch = await session.appraise(batch)
+    metrics = await session.train(batch, rl.loss, rl.lr_at(state.step), rl.updates)
     trained = time.monotonic()
     receipt = await session.publish()
     await buffer.advance(state.policy_version)
@@ -155,14 +159,14 @@ async def _step(session: Session, buffer: Buffer) -> None:
 
 
 def _require_finite(session: Session) -> None:
-    """Says it when a step was left out because its gradient was no number; several in a row end the run.
+    """Says it when an update was left out because its gradient was no number; several in a row end the run.
 
     Raises:
-        EvergradError: the last ``NONFINITE_STEPS`` steps changed nothing.
+        EvergradError: each of the last ``NONFINITE_STEPS`` steps left an update out.
     """
     skipped = len(list(takewhile(lambda step: step.get("skipped_nonfinite"), reversed(session.state.steps))))
     if skipped == 1:
-        session.event("a step was left out: its gradient is not finite, and the weights are as before")
+        session.event("an update was left out: its gradient is not finite, and the weights are as before it")
     if skipped >= NONFINITE_STEPS:
         raise EvergradError(
             f"{skipped} steps in a row had a gradient that is not finite; nothing is being learned",

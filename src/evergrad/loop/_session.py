@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from evergrad.loop._serving import PRODUCTION, Serving
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
-from evergrad.rollouts import Renderer, RolloutWriter, derive_seed, rollout_json
-from evergrad.training import LossConfig, TrainerClient, TrainerConfig
+from evergrad.rollouts import Renderer, RolloutWriter, appraise, derive_seed, rollout_json
+from evergrad.training import LossConfig, TrainerClient, TrainerConfig, UpdatesConfig
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
 
@@ -194,10 +195,23 @@ class Session:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    async def train(self, batch: TrainingBatch, loss: LossConfig, lr: float) -> dict[str, Any]:
-        """One optimizer step."""
+    async def train(
+        self, batch: TrainingBatch, loss: LossConfig, lr: float, updates: UpdatesConfig | None = None
+    ) -> dict[str, Any]:
+        """One optimizer update on a batch, or several."""
         with self.clock.phase("train"):
-            return dict(await self.trainer.step(batch, loss, lr))
+            return dict(await self.trainer.step(batch, loss, lr, updates))
+
+    async def appraise(self, batch: TrainingBatch) -> TrainingBatch:
+        """The batch with advantages from the critic, and with what the policy and the critic say of it before any update."""
+        rl = self.recipe.rl
+        with self.clock.phase("train"):
+            logprobs, values = await self.trainer.values(batch.samples)
+        batch = appraise(batch, values, rl.gae)
+        if not rl.loss.build().needs_proximal:
+            return batch
+        samples = (replace(each, proximal_logprobs=row) for each, row in zip(batch.samples, logprobs, strict=True))
+        return replace(batch, samples=tuple(samples))
 
     async def reset_trainer(self, version_id: str | None) -> None:
         """Starts the trainer from a version (or the base model) with a fresh optimizer."""
@@ -312,7 +326,9 @@ class Session:
         config, threads = self.config, self.cores
         if config.placement.mode == "disaggregated":
             threads = max(1, self.cores // 2)
-        trainer_config = TrainerConfig(model=str(model), threads=threads, seed=config.seed, **config.trainer.model_dump())
+        trainer_config = TrainerConfig(
+            model=str(model), threads=threads, seed=config.seed, critic=config.critic, **config.trainer.model_dump()
+        )
         engine_config = EngineConfig(model=str(model), threads=threads, seed=config.seed)
         self.console.note(f"starting engine and trainer on {config.model}")
         trainer, engine = await asyncio.gather(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
-from evergrad.rollouts import ESTIMATORS
-from evergrad.training import LoraConfig, LossConfig
+from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
+from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig
 from evergrad.training.sinks import SinkConfig
 
 
@@ -63,7 +63,7 @@ class WarmStartConfig(Config):
 
 
 class RLConfig(Config):
-    """Reinforcement learning: groups of rollouts, one optimizer step a batch."""
+    """Reinforcement learning: groups of rollouts, one batch a step, one or more optimizer updates on it."""
 
     steps: int = Field(11, ge=0)
     groups_per_step: int = Field(8, ge=1)
@@ -76,14 +76,22 @@ class RLConfig(Config):
     """Steps over which the learning rate rises to ``lr``. Adam's first step moves every weight by the whole rate, whatever the
     size of its gradient; a few groups decide that gradient."""
     final_lr_share: float = Field(1.0, gt=0, le=1)
-    """Of ``lr`` at the last of ``steps``; the rate falls to it in a line, so that the weights that are kept do not depend on
-    the last few groups."""
-    temperature: float = Field(1.0, gt=0)
-    """Greedy rollouts have no gradient, hence > 0."""
+    """Of ``lr`` at the last of ``steps``; after the warmup the rate falls to it in a line, so that the weights that are kept do
+    not depend on the last few groups."""
+    temperature: float = 1.0
+    """Of the rollouts, > 0; the trainer scores their tokens under the same one."""
     advantage: str = "group_mean"
+    """A line of ``rollouts/advantages``: ``group_mean``, ``group_normalized``, ``leave_one_out``, or over the whole batch
+    ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several), or ``generalized`` from a
+    critic."""
+    gae: GaeConfig = Field(default_factory=GaeConfig)
+    """For advantage ``generalized``: one for each token or turn."""
+    overlong: OverlongConfig | None = None
+    """What long rollouts pay; nothing when absent."""
     loss: LossConfig = Field(default_factory=lambda: LossConfig(name="policy_gradient"))
+    updates: UpdatesConfig = Field(default_factory=UpdatesConfig)
     max_off_policy_steps: int = Field(0, ge=0)
-    """How many updates old a trained token may be. 0 is synchronous, and repeats bit for bit."""
+    """How many steps old a trained token may be. 0 is synchronous, and repeats bit for bit."""
     stop_at_reward: float | None = None
     """Ends the phase early when the mean reward of the last three steps reaches this."""
     replay_share: float = Field(0.25, ge=0, lt=1)
@@ -97,19 +105,51 @@ class RLConfig(Config):
         >>> [round(RLConfig(steps=11, lr=0.4, final_lr_share=0.5).lr_at(step), 9) for step in (0, 5, 10)]
         [0.4, 0.3, 0.2]
         """
-        risen = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        fallen = (1.0 - self.final_lr_share) * step / max(1, self.steps - 1)
-        return self.lr * risen * (1.0 - fallen)
+        schedule = ScheduleConfig(lr=self.lr, warmup_steps=self.warmup_steps, shape="linear", final_share=self.final_lr_share)
+        return schedule.at(step, self.steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_distribution(cls, data: Any) -> Any:
+        for key in ("top_p", "top_k", "min_p"):
+            if isinstance(data, Mapping) and key in data:
+                raise ValueError(
+                    f"{key} samples from a part of the distribution, and the trainer scores under the whole of it, so every "
+                    f"ratio would be wrong; leave {key} out, and lower temperature for fewer unlikely tokens"
+                )
+        return data
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_greedy(cls, value: float) -> float:
+        if value <= 0.0:
+            raise ValueError(
+                f"temperature {value:g} is greedy: rollouts of a task are all equal, and have no gradient; set 1.0"
+            )
+        return value
 
     @model_validator(mode="after")
     def _sound(self) -> RLConfig:
         if self.advantage not in ESTIMATORS:
             raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
+        if "gae" in self.model_fields_set and not ESTIMATORS[self.advantage].needs_critic:
+            raise ValueError(f"advantage '{self.advantage}' does not read gae; set advantage = 'generalized', or leave gae out")
         if self.advantage == "constant":
             raise ValueError("advantage 'constant' ignores the reward, so RL would learn nothing; set advantage = 'group_mean'")
-        if self.group_size < 2:
+        estimator = ESTIMATORS[self.advantage]
+        if self.group_size < estimator.least_group:
             raise ValueError(
-                f"advantage '{self.advantage}' needs group_size >= 2: one rollout is its own mean; raise group_size"
+                f"advantage '{self.advantage}' needs group_size >= {estimator.least_group}: one rollout is its own mean; raise "
+                "group_size, or set advantage = 'reinforce_pp'"
+            )
+        if estimator.of_batch is not None and self.group_size * self.groups_per_step < 2:
+            raise ValueError(
+                f"advantage '{self.advantage}' compares the rollouts of a batch, which has one; raise groups_per_step"
+            )
+        if estimator.least_group < 2 and self.replace_groups:
+            raise ValueError(
+                f"advantage '{self.advantage}' learns from groups of equal rewards, too, so none would be replaced; "
+                "set replace_groups = 0, or advantage = 'group_mean'"
             )
         rule = self.loss.build()
         if rule.unit == "pair" or rule.teacher:
@@ -122,6 +162,16 @@ class RLConfig(Config):
             raise ValueError(
                 f"loss '{self.loss.name}' does not correct for stale tokens; use loss.name = 'policy_gradient', "
                 "or anchor = 'behaviour', or max_off_policy_steps = 0"
+            )
+        if self.updates.total > 1 and not rule.needs_behaviour:
+            raise ValueError(
+                f"loss '{self.loss.name}' takes no ratio, so it cannot tell that the policy has moved since the first of "
+                f"{self.updates.total} updates on a batch; use loss.name = 'ppo', or one update"
+            )
+        if self.updates.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"updates.mini_batches = {self.updates.mini_batches} cannot be dealt from {self.groups_per_step} groups; "
+                f"set it to {self.groups_per_step} at most, or raise groups_per_step"
             )
         return self
 
@@ -226,6 +276,8 @@ class RunConfig(Config):
     watch: WatchConfig = Field(default_factory=WatchConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    critic: CriticConfig | None = None
+    """For ``rl.advantage = "generalized"``, which is then PPO as it was published; none when absent."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     sinks: list[SinkConfig] = Field(default_factory=list)
     """Where the figures of each step go besides ``metrics.jsonl``."""
@@ -243,6 +295,14 @@ class RunConfig(Config):
             raise ValueError(
                 "full fine-tuning keeps no frozen reference for the loss's kl_coef; set trainer.method = 'lora' or kl_coef = 0"
             )
+        asks = [r.rl.advantage for r in recipes if r.rl.steps and ESTIMATORS[r.rl.advantage].needs_critic]
+        if asks and self.critic is None:
+            raise ValueError(
+                f"advantage '{asks[0]}' takes a critic's values, and there is none; add a [critic] table, "
+                "or set rl.advantage = 'reinforce_pp'"
+            )
+        if self.critic is not None and not asks:
+            raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")
         if self.eval.n < self.gate.min_n:
             raise ValueError(
                 f"eval.n = {self.eval.n} tasks never make the {self.gate.min_n} pairs of gate.min_n: raise it, or lower that"

@@ -4,6 +4,7 @@ Knows no engine: it is handed a ``Generate``. The walk: ``run_group`` (``run_rol
 ``Buffer.take_batch`` → ``TrainingBatch``.
 """
 
+from evergrad.rollouts._appraisal import appraise
 from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, NothingToLearn, Ticket, keep_filled
 from evergrad.rollouts._renderer import Renderer, RendererError, extends
 from evergrad.rollouts._run import (
@@ -19,7 +20,7 @@ from evergrad.rollouts._run import (
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
 from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
-from evergrad.rollouts.advantages import ESTIMATORS, estimate, generalized_advantages, overlong_penalty
+from evergrad.rollouts.advantages import ESTIMATORS, Estimator, GaeConfig, OverlongConfig, estimate, generalized_advantages
 
 __all__ = [
     "ESTIMATORS",
@@ -27,14 +28,18 @@ __all__ = [
     "BufferCounts",
     "BufferStopped",
     "CutSamples",
+    "Estimator",
     "FakeEngine",
+    "GaeConfig",
     "Generate",
     "NothingToLearn",
+    "OverlongConfig",
     "Renderer",
     "RendererError",
     "RolloutWriter",
     "Sessions",
     "Ticket",
+    "appraise",
     "assign_advantages",
     "check_training_sampling",
     "complete",
@@ -46,7 +51,6 @@ __all__ = [
     "generalized_advantages",
     "greedy_rollout",
     "keep_filled",
-    "overlong_penalty",
     "read_rollouts",
     "rollout_json",
     "run_group",

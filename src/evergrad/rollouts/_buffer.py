@@ -23,11 +23,11 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean, stdev
 
-from evergrad.rollouts._samples import CutSamples, cut_samples, trainable
-from evergrad.rollouts.advantages import estimate
-from evergrad.types import EvergradError, Outcome, RolloutGroup, Task, TrainingBatch, Usage
+from evergrad.rollouts._figures import batch_figures
+from evergrad.rollouts._samples import CutSamples, cut_samples, over_batch, shaped_rewards, trainable
+from evergrad.rollouts.advantages import ESTIMATORS, OverlongConfig, estimate, uniform
+from evergrad.types import EvergradError, RolloutGroup, Task, TrainingBatch, Usage
 
 
 class BufferStopped(EvergradError):
@@ -35,7 +35,7 @@ class BufferStopped(EvergradError):
 
 
 class NothingToLearn(BufferStopped):
-    """Batch after batch had equal rewards within every group: the tasks are solved, or out of reach."""
+    """Batch after batch had equal rewards wherever they are compared: the tasks are solved, or out of reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class Buffer:
         fault_window: int = 64,
         resamples_per_batch: int = 0,
         flat_batches_allowed: int = 5,
+        overlong: OverlongConfig | None = None,
     ) -> None:
         """
         Args:
@@ -90,6 +91,7 @@ class Buffer:
             fault_limit: stop when a larger share of the last ``fault_window`` rollouts are environment or verifier faults.
             resamples_per_batch: groups without variance that are replaced per batch before they are kept at zero advantage
                 (dynamic sampling, DAPO, arXiv 2503.14476).
+            overlong: what is taken from the rewards of long rollouts before advantages are.
             flat_batches_allowed: batches in a row without any advantage after which there is nothing to learn: stop.
         """
         if max_off_policy_steps < 0 or groups_per_batch < 1:
@@ -102,14 +104,15 @@ class Buffer:
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         """Rollouts by the first words of their fault."""
+        self._compares_within = ESTIMATORS[estimator].least_group > 1
         self._estimator, self._max_running, self._total_batches = estimator, max_running, total_batches
         self._fault_limit, self._recent = fault_limit, deque[bool](maxlen=fault_window)
-        self._resamples_per_batch = resamples_per_batch
+        self._resamples_per_batch, self._overlong = resamples_per_batch, overlong
         self._flat_batches_allowed, self._flat_batches = flat_batches_allowed, 0
         self._running: set[int] = set()
         self._queued: dict[int, RolloutGroup] = {}
         self._flat: set[int] = set()
-        """Those of the queued groups that have no variance."""
+        """Those of the queued groups that have no variance, if the estimator compares within groups."""
         self._started = self._generated = self._trained = self._released = 0
         self._discarded: Counter[str] = Counter()
         self._paused = self._finished = False
@@ -177,14 +180,19 @@ class Buffer:
             self._running.discard(ticket.index)
             self._generated += 1
             self._count(group)
-            rewards = [float(each.reward or 0.0) for each in trainable(group)]
-            if rewards:
-                self._queued[ticket.index] = group
-                if not any(estimate(self._estimator, rewards)):
-                    self._flat.add(ticket.index)
+            if trainable(group):
+                self._queue(ticket.index, group)
             else:
                 self._discarded["faulted"] += 1
             self._changed.notify_all()
+
+    def _queue(self, index: int, group: RolloutGroup) -> None:
+        self._queued[index] = group
+        if self._compares_within and not any(estimate(self._estimator, self._rewards(group))):
+            self._flat.add(index)
+
+    def _rewards(self, group: RolloutGroup) -> list[float]:
+        return shaped_rewards(trainable(group), self._overlong)
 
     def _count(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
@@ -231,8 +239,8 @@ class Buffer:
                             break
                         taken.update(self._cut(missing))
             except BaseException as error:
-                for index, (group, cut) in taken.items():
-                    self._queue_again(index, group, cut)
+                for index, (group, _) in taken.items():
+                    self._queue(index, group)
                 if not isinstance(error, TimeoutError):
                     raise
                 state = f"{len(self._running)} groups running, {len(self._queued)} queued of {self.groups_per_batch}"
@@ -247,11 +255,6 @@ class Buffer:
 
     def _ready(self, missing: int) -> bool:
         return self._useful() >= missing or (self._finished and not self._running)
-
-    def _queue_again(self, index: int, group: RolloutGroup, cut: CutSamples) -> None:
-        self._queued[index] = group
-        if not any(any(sample.advantages) for sample in cut.samples):
-            self._flat.add(index)
 
     def _pass_over(self) -> list[RolloutGroup]:
         """Discards the groups that others have replaced."""
@@ -270,7 +273,8 @@ class Buffer:
         for index in sorted(self._queued, key=lambda each: (each in last, each))[:count]:
             group = self._queued.pop(index)
             self._flat.discard(index)
-            cut = cut_samples(group, self._estimator, oldest_version=self.policy_version - self.max_off_policy_steps)
+            oldest = self.policy_version - self.max_off_policy_steps
+            cut = cut_samples(group, self._estimator, oldest_version=oldest, overlong=self._overlong)
             if cut.samples or not cut.over_age_tokens:
                 kept[index] = (group, cut)
             else:
@@ -279,15 +283,24 @@ class Buffer:
         return kept
 
     def _batch(self, taken: list[tuple[RolloutGroup, CutSamples]], passed_over: list[RolloutGroup]) -> TrainingBatch:
-        samples = tuple(sample for _, cut in taken for sample in cut.samples)
+        samples = over_batch([sample for _, cut in taken for sample in cut.samples], self._estimator)
         valid = sum(sum(sample.loss_mask) for sample in samples)
-        return TrainingBatch(samples, valid, _metrics(taken, passed_over, self.policy_version))
+        metrics = batch_figures(taken, passed_over, self.policy_version, self._overlong)
+        metrics["informative_groups"] = float(self._informative(taken))
+        return TrainingBatch(samples, valid, metrics)
+
+    def _informative(self, taken: list[tuple[RolloutGroup, CutSamples]]) -> int:
+        """Groups that something can be learned from: they differ within, or what they are compared with outside differs."""
+        if self._compares_within:
+            return sum(any(any(sample.advantages) for sample in cut.samples) for _, cut in taken)
+        return 0 if uniform([reward for group, _ in taken for reward in self._rewards(group)]) else len(taken)
 
     def _watch_flatness(self, batch: TrainingBatch) -> None:
         self._flat_batches = 0 if batch.metrics["informative_groups"] else self._flat_batches + 1
         if self._flat_batches > self._flat_batches_allowed and self._stop is None:
+            within = "within every group" if self._compares_within else "throughout"
             self._stop = NothingToLearn(
-                f"{self._flat_batches} batches in a row had equal rewards within every group: nothing to learn from",
+                f"{self._flat_batches} batches in a row had equal rewards {within}: nothing to learn from",
                 where=f"mean reward {batch.metrics['reward_mean']:.3f}",
                 hint="near 1 the tasks are solved: take harder ones; near 0 they are out of reach: warm-start first",
             )
@@ -373,48 +386,3 @@ def _first(error: BaseException) -> BaseException:
 def _kind(fault: str) -> str:
     """The stable part of a fault's text, to count by."""
     return fault[:80]
-
-
-def _standard_error(groups: list[RolloutGroup]) -> float:
-    """Of the mean reward over groups: rollouts of one task are not independent, tasks are. Infinite for a single group."""
-    means = [fmean(float(each.reward or 0.0) for each in members) for group in groups if (members := trainable(group))]
-    return stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("inf")
-
-
-def _metrics(
-    taken: list[tuple[RolloutGroup, CutSamples]], passed_over: list[RolloutGroup], policy_version: int
-) -> dict[str, float]:
-    """Figures of the data behind one batch; each can be recomputed from the rollouts' records.
-
-    Rewards, lengths and outcomes are of all that was sampled: of the trained groups alone they would show a policy that
-    always succeeds, or always fails, as one that does so half the time.
-    """
-    groups = [group for group, _ in taken] + passed_over
-    everything = [rollout for group in groups for rollout in group.rollouts]
-    rollouts = [rollout for rollout in everything if rollout.outcome.trainable]
-    rewards = [float(rollout.reward or 0.0) for rollout in rollouts]
-    samples = [sample for _, cut in taken for sample in cut.samples]
-    ages = [policy_version - sample.min_policy_version for sample in samples] or [0]
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
-    sampled = sum(len(turn.completion.token_ids) for turn in turns)
-    metrics = {
-        "groups": len(groups),
-        "groups_replaced": len(passed_over),
-        "informative_groups": sum(any(any(sample.advantages) for sample in cut.samples) for _, cut in taken),
-        "rollouts": len(everything),
-        "reward_mean": fmean(rewards) if rewards else 0.0,
-        "reward_se": _standard_error(groups),
-        "success_mean": fmean(rollout.success for rollout in rollouts) if rollouts else 0.0,
-        "turns_mean": len(turns) / len(rollouts) if rollouts else 0.0,
-        "sampled_tokens": sampled,
-        "sampled_tokens_mean": sampled / len(rollouts) if rollouts else 0.0,
-        "samples": len(samples),
-        "staleness_mean": fmean(ages),
-        "staleness_max": max(ages),
-        "over_age_tokens": sum(cut.over_age_tokens for _, cut in taken),
-    }
-    for outcome in Outcome:
-        metrics[f"outcome_{outcome.value}"] = sum(rollout.outcome is outcome for rollout in everything)
-    for name in sorted({rollout.slice for rollout in rollouts if rollout.slice}):
-        metrics[f"reward_mean/{name}"] = fmean(float(each.reward or 0.0) for each in rollouts if each.slice == name)
-    return {key: float(value) for key, value in metrics.items()}

@@ -7,10 +7,10 @@ Each sampled token is in exactly one sample, in the context it was sampled in, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evergrad.rollouts._renderer import extends
-from evergrad.rollouts.advantages import estimate
+from evergrad.rollouts.advantages import ESTIMATORS, OverlongConfig, estimate
 from evergrad.types import EvergradError, Rollout, RolloutGroup, TrainingSample, Turn
 
 TRAINABLE_SOURCES = frozenset({"train", "demonstration", "live"})
@@ -20,10 +20,12 @@ TRAINABLE_SOURCES = frozenset({"train", "demonstration", "live"})
 def assign_advantages(group: RolloutGroup, estimator: str = "group_mean") -> tuple[TrainingSample, ...]:
     """The group's trainable rollouts as samples; faults that say nothing about the policy are left out of the baseline too.
 
+    An estimator that looks at a whole batch takes the group for one.
+
     Raises:
         EvergradError: unknown estimator, or rollouts of an evaluation.
     """
-    return cut_samples(group, estimator, oldest_version=None).samples
+    return over_batch(cut_samples(group, estimator, oldest_version=None).samples, estimator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +36,64 @@ class CutSamples:
     over_age_tokens: int
 
 
-def cut_samples(group: RolloutGroup, estimator: str, *, oldest_version: int | None) -> CutSamples:
-    """Like :func:`assign_advantages`; tokens sampled under a version before ``oldest_version`` are masked and counted.
+def cut_samples(
+    group: RolloutGroup, estimator: str, *, oldest_version: int | None, overlong: OverlongConfig | None = None
+) -> CutSamples:
+    """The group's samples, with what the estimator says within the group; tokens sampled under a version before
+    ``oldest_version`` are masked and counted.
 
-    A sample without a token left to learn from is dropped.
+    A sample without a token left to learn from is dropped. :func:`over_batch` does the rest, once there is a batch.
     """
     rollouts = trainable(group)
-    advantages = estimate(estimator, [float(each.reward or 0.0) for each in rollouts])
+    advantages = estimate(estimator, shaped_rewards(rollouts, overlong))
     samples: list[TrainingSample] = []
     over_age = 0
     for rollout, advantage in zip(rollouts, advantages, strict=True):
+        made = []
         for chain in _chains(rollout.turns):
             sample, masked = _sample(rollout, chain, advantage, oldest_version)
             over_age += masked
             if sample is not None:
-                samples.append(sample)
+                made.append(sample)
+        samples += _rewarded(made, advantage) if ESTIMATORS[estimator].needs_critic else made
     return CutSamples(tuple(samples), over_age)
+
+
+def _rewarded(samples: Sequence[TrainingSample], reward: float) -> list[TrainingSample]:
+    """One rollout's samples with its reward right after its last trained token."""
+    rewards = [[0.0] * len(sample.token_ids) for sample in samples]
+    if samples:
+        rewards[-1][max(place for place, mask in enumerate(samples[-1].loss_mask) if mask)] = reward
+    return [replace(sample, rewards=tuple(each)) for sample, each in zip(samples, rewards, strict=True)]
+
+
+def shaped_rewards(rollouts: Sequence[Rollout], overlong: OverlongConfig | None) -> list[float]:
+    """What each rollout learns from: the verifier's reward, less the price of its length."""
+    rewards = [float(each.reward or 0.0) for each in rollouts]
+    if overlong is None:
+        return rewards
+    return [reward + overlong.penalty(sampled_tokens(each)) for reward, each in zip(rewards, rollouts, strict=True)]
+
+
+def sampled_tokens(rollout: Rollout) -> int:
+    """Tokens that the model sampled, over all turns."""
+    return sum(len(turn.completion.token_ids) for turn in rollout.turns)
+
+
+def over_batch(samples: Sequence[TrainingSample], estimator: str) -> tuple[TrainingSample, ...]:
+    """The samples of a batch with what the estimator makes of all of them together."""
+    of_batch = ESTIMATORS[estimator].of_batch
+    if of_batch is None:
+        return tuple(samples)
+    masked = [[i for i, mask in enumerate(sample.loss_mask) if mask] for sample in samples]
+    found = iter(of_batch([sample.advantages[i] for sample, places in zip(samples, masked, strict=True) for i in places]))
+    made = []
+    for sample, places in zip(samples, masked, strict=True):
+        advantages = [0.0] * len(sample.token_ids)
+        for place in places:
+            advantages[place] = next(found)
+        made.append(replace(sample, advantages=tuple(advantages)))
+    return tuple(made)
 
 
 def trainable(group: RolloutGroup) -> list[Rollout]:

@@ -8,6 +8,25 @@ once, exactly. Importing this room loads no torch; the trainer itself is ``everg
 from __future__ import annotations
 
 from evergrad.training.client import TrainerClient
-from evergrad.training.config import LoraConfig, LossConfig, OptimizerConfig, TrainerConfig, TrainerError
+from evergrad.training.config import (
+    CriticConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    TrainerError,
+    UpdatesConfig,
+)
+from evergrad.training.schedule import ScheduleConfig
 
-__all__ = ["LoraConfig", "LossConfig", "OptimizerConfig", "TrainerClient", "TrainerConfig", "TrainerError"]
+__all__ = [
+    "CriticConfig",
+    "LoraConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "TrainerClient",
+    "TrainerConfig",
+    "TrainerError",
+    "UpdatesConfig",
+]

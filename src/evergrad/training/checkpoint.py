@@ -17,7 +17,7 @@ from evergrad.transfer.files import write_safetensors
 _FORMAT = 1
 _STATE = "state.json"
 _RNG = "rng_state"
-_WEIGHT, _MOMENT, _REFERENCE = "weight:", "optimizer:", "reference:"
+_WEIGHT, _MOMENT, _REFERENCE, _CRITIC = "weight:", "optimizer:", "reference:", "critic:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Checkpoint:
     rng_state: Tensor
     reference: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of the frozen reference, where it is not the base model."""
+    critic: Mapping[str, Tensor] = field(default_factory=dict)
+    """The critic's weights and optimizer state, where there is one."""
 
 
 def write_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> None:
@@ -44,6 +46,7 @@ def write_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> None:
     """
     tensors: dict[str, Tensor] = {f"{_WEIGHT}{name}": tensor for name, tensor in checkpoint.weights.items()}
     tensors |= {f"{_REFERENCE}{name}": tensor for name, tensor in checkpoint.reference.items()}
+    tensors |= {f"{_CRITIC}{name}": tensor for name, tensor in checkpoint.critic.items()}
     for name, values in checkpoint.optimizer.items():
         tensors |= {f"{_MOMENT}{key}:{name}": value for key, value in values.items()}
     state = {
@@ -85,6 +88,7 @@ def read_checkpoint(folder: Path | str) -> Checkpoint:
         optimizer=optimizer,
         rng_state=tensors[_RNG],
         reference=_under(_REFERENCE, tensors),
+        critic=_under(_CRITIC, tensors),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import httpx
 
-from evergrad.training.config import LossConfig, TrainerError
+from evergrad.training.config import LossConfig, TrainerError, UpdatesConfig
 from evergrad.training.wire import batch_json
 from evergrad.types import TrainingBatch, TrainingSample
 
@@ -41,11 +41,22 @@ class TrainerClient:
         # Workers are ours: a proxy of the environment has no business between us and them.
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout, trust_env=False)
 
-    async def step(self, batch: TrainingBatch, loss: LossConfig | None = None, lr: float | None = None) -> dict[str, float]:
-        """One optimizer step; returns its metrics (see ``Trainer.step``). A figure that was not finite is NaN."""
-        body = {"batch": batch_json(batch), "loss": (loss or LossConfig()).model_dump(mode="json"), "lr": lr}
+    async def step(
+        self,
+        batch: TrainingBatch,
+        loss: LossConfig | None = None,
+        lr: float | None = None,
+        updates: UpdatesConfig | None = None,
+    ) -> dict[str, float]:
+        """One optimizer update, or several; returns the metrics (see ``Trainer.step``). A figure that was not finite is NaN."""
+        body = {
+            "batch": batch_json(batch),
+            "loss": (loss or LossConfig()).model_dump(mode="json"),
+            "lr": lr,
+            "updates": (updates or UpdatesConfig()).model_dump(),
+        }
         answer = await self._send("POST", "/step", body)
-        return {name: float("nan") if value is None else float(value) for name, value in answer.items()}
+        return {name: _number(value) for name, value in answer.items()}
 
     async def descriptor(self) -> dict[str, Any]:
         """Of the trainer's shared-memory slots, for an engine to attach to."""
@@ -80,7 +91,12 @@ class TrainerClient:
         """Log-probabilities of the samples' masked tokens (see ``Trainer.score``)."""
         body = {"samples": [asdict(sample) for sample in samples], "reference": reference}
         answer = await self._send("POST", "/score", body)
-        return [tuple(map(float, values)) for values in answer["logprobs"]]
+        return _rows(answer["logprobs"])
+
+    async def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """Log-probabilities and values of the samples' masked tokens (see ``Trainer.values``)."""
+        answer = await self._send("POST", "/values", {"samples": [asdict(sample) for sample in samples]})
+        return _rows(answer["logprobs"]), _rows(answer["values"])
 
     async def health(self) -> dict[str, Any]:
         """``status``, ``updates``, ``policy_version``, the ``operation`` under way and its ``seconds``; within 5 s."""
@@ -116,3 +132,12 @@ class TrainerClient:
         if response.status_code != 200:
             raise TrainerError(answer.get("error", {}).get("message", f"status {response.status_code}"), where=where)
         return dict(answer)
+
+
+def _number(value: float | None) -> float:
+    """A figure from JSON, which has no word for one that is not finite."""
+    return float("nan") if value is None else float(value)
+
+
+def _rows(answer: Sequence[Sequence[float | None]]) -> list[tuple[float, ...]]:
+    return [tuple(_number(value) for value in row) for row in answer]

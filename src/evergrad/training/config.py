@@ -64,6 +64,37 @@ class LossConfig(Config):
         return build_loss(self.name, self.options)
 
 
+class UpdatesConfig(Config):
+    """How many optimizer updates are made on one batch: ``epochs × mini_batches``.
+
+    The policy before the first of them is the proximal one, to which a loss with ``anchor = "proximal"`` takes its ratio.
+    """
+
+    epochs: int = Field(default=1, ge=1)
+    """How often the whole batch is gone through."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Parts that the groups of a batch are dealt into, in an order of its own each epoch; each part makes one update, and its
+    loss divides by what the part holds."""
+
+    @property
+    def total(self) -> int:
+        """Updates per batch."""
+        return self.epochs * self.mini_batches
+
+
+class CriticConfig(Config):
+    """PPO's critic: a head of one hidden layer on the policy's hidden states, with an optimizer of its own."""
+
+    hidden: int = Field(default=256, ge=1)
+    """Width of its layer."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Of its AdamW, constant."""
+    clip: float = Field(default=0.2, gt=0)
+    """Farther than this from the value before the first update on a batch, an error does not fall by moving on."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest L2 norm of its gradient; a longer one is scaled down to it."""
+
+
 class TrainerConfig(Config):
     """What is trained, how, and with how much of the machine."""
 
@@ -72,10 +103,12 @@ class TrainerConfig(Config):
     method: Literal["lora", "full"] = "lora"
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig | None = None
+    """For advantages that come from a critic; none when absent."""
     micro_batch_tokens: int = Field(default=1024, ge=1)
     """Distinct tokens computed at once; bounds memory, changes no gradient."""
     seed: int = 0
-    """Of the first LoRA weights."""
+    """Of the first weights of a LoRA and a critic."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; torch's choice when absent."""
     device: str = "auto"

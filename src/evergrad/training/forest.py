@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from evergrad.types import TrainingSample
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+Together = Literal["rollout", "group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,9 @@ class TrainedTokens:
     positions: IntArray
     """Ascending, none of them 0 (a first token has no context to be predicted from)."""
     num_valid: int
-    """Positions with a mask, those that are not trained because they have no gradient included."""
+    """Positions of its whole rollout with a mask, those that are not trained because they have no gradient included."""
+    rollout: int | None = None
+    """Items with the same number are of one rollout; None for one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +62,30 @@ class Forest:
     """[S] in the order in which their tokens are in T."""
     sample_of_token: IntArray
     """[T] index into S; ascending."""
-    group_of_sample: IntArray
-    """[S] from 0, in order of appearance; a sample without a group is one of its own."""
+    rollout_of_sample: IntArray
+    """[S] from 0, in order of appearance."""
+    group_of_rollout: IntArray
+    """[rollouts] from 0, in order of appearance; a rollout without a group is one of its own."""
 
     @property
     def num_nodes(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def row_of_token(self) -> IntArray:
+        """[T] index into R: what the token is predicted from."""
+        return self.row_of_pair[self.pair_of_token]
+
+    @property
+    def rollout_of_token(self) -> IntArray:
+        """[T] index of the rollout."""
+        return self.rollout_of_sample[self.sample_of_token]
+
+    @property
+    def rollout_lengths(self) -> IntArray:
+        """[rollouts] valid positions in the whole batch."""
+        firsts = np.unique(self.rollout_of_sample, return_index=True)[1]
+        return np.asarray([self.items[first].num_valid for first in firsts.tolist()], dtype=np.int64)
 
     def column(self, field: str) -> FloatArray:
         """[T] what the samples say of each trained token in one of their per-token fields."""
@@ -71,7 +93,7 @@ class Forest:
         return np.concatenate(parts)
 
 
-def plant(trained: Sequence[TrainedTokens], max_nodes: int, *, keep_groups: bool = False) -> list[Forest]:
+def plant(trained: Sequence[TrainedTokens], max_nodes: int, *, keep: Together | None = None) -> list[Forest]:
     """Cuts samples into forests of at most ``max_nodes`` nodes each, or one sample where that alone is longer.
 
     The cut depends only on the samples, not on their order. Nothing after a sample's last trained token is computed, nor is
@@ -80,13 +102,13 @@ def plant(trained: Sequence[TrainedTokens], max_nodes: int, *, keep_groups: bool
     Args:
         trained: Samples with at least one position each.
         max_nodes: Distinct tokens of one forest.
-        keep_groups: Never cut between samples of the same ``group_id``.
+        keep: What is never cut: the samples of one ``group_id``, or of one rollout.
     """
     forests: list[Forest] = []
     growing: list[TrainedTokens] = []
     num_nodes = 0
     previous: IntArray | None = None
-    for block in _blocks(trained, keep_groups):
+    for block in _blocks(trained, keep):
         new, last = _new_nodes(block, previous)
         if growing and num_nodes + new > max_nodes:
             forests.append(_grow(sorted(growing, key=_order)))
@@ -100,11 +122,12 @@ def plant(trained: Sequence[TrainedTokens], max_nodes: int, *, keep_groups: bool
     return forests
 
 
-def _blocks(trained: Sequence[TrainedTokens], keep_groups: bool) -> list[list[TrainedTokens]]:
+def _blocks(trained: Sequence[TrainedTokens], keep: Together | None) -> list[list[TrainedTokens]]:
     """What must not be cut, each part and the whole in tree order."""
     blocks: dict[object, list[TrainedTokens]] = {}
     for number, item in enumerate(sorted(trained, key=_order)):
-        blocks.setdefault(item.sample.group_id if keep_groups and item.sample.group_id else number, []).append(item)
+        named = {"group": item.sample.group_id or None, "rollout": item.rollout, None: None}[keep]
+        blocks.setdefault(("alone", number) if named is None else named, []).append(item)
     return list(blocks.values())
 
 
@@ -160,8 +183,8 @@ def _grow(items: Sequence[TrainedTokens]) -> Forest:
     for node in path:
         ends[node] = len(token_ids)
     pair_rows, targets = (np.asarray(column, dtype=np.int64) for column in zip(*pairs, strict=True))
-    groups: dict[object, int] = {}
-    group_of_sample = [groups.setdefault(item.sample.group_id or number, len(groups)) for number, item in enumerate(items)]
+    rollout_of_sample, firsts = _numbered([item.rollout for item in items])
+    group_of_rollout, _ = _numbered([items[first].sample.group_id or None for first in firsts])
     order = np.argsort(pair_rows, kind="stable")
     rank = np.argsort(order, kind="stable")
     return Forest(
@@ -175,5 +198,20 @@ def _grow(items: Sequence[TrainedTokens]) -> Forest:
         pair_of_token=rank[np.asarray(pair_of_token, dtype=np.int64)],
         items=tuple(items),
         sample_of_token=np.repeat(np.arange(len(items)), [len(item.positions) for item in items]),
-        group_of_sample=np.asarray(group_of_sample, dtype=np.int64),
+        rollout_of_sample=rollout_of_sample,
+        group_of_rollout=group_of_rollout,
     )
+
+
+def _numbered(names: Sequence[object]) -> tuple[IntArray, list[int]]:
+    """Each name's number from 0 in order of appearance, where None is a name of its own each time; and where each is first."""
+    numbers: dict[object, int] = {}
+    firsts: list[int] = []
+    found = []
+    for place, name in enumerate(names):
+        key = ("alone", place) if name is None else name
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            firsts.append(place)
+        found.append(numbers[key])
+    return np.asarray(found, dtype=np.int64), firsts

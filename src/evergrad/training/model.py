@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,19 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
-def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of every trained token of ``forest``, [T], and on demand the entropy of the distribution that it was
-    drawn from, [T]; in float32 or wider."""
+class Scores(NamedTuple):
+    """What one forward pass says of a forest; in float32 or wider."""
+
+    logprobs: Tensor
+    """[T] of every trained token."""
+    entropies: Tensor | None
+    """[T] of the distribution that it was drawn from, on demand."""
+    states: Tensor
+    """[R, width] hidden states that tokens are predicted from."""
+
+
+def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> Scores:
+    """Log-probability of every trained token of ``forest``, and on demand its distribution's entropy."""
     head = model.get_output_embeddings()
     device = head.weight.device
     wide = torch.promote_types(head.weight.dtype, torch.float32)
@@ -49,8 +59,9 @@ def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> tupl
         forest_plans=AttentionPlans(forest, device, head.weight.dtype),
     ).last_hidden_state[0]
     # index_select, not indexing: its backward adds rows up in a fixed order, so that a step repeats bit for bit.
+    states = hidden.index_select(0, torch.from_numpy(forest.rows).to(device))
     pair_logprobs, row_entropies = chosen_logprobs(
-        hidden.index_select(0, torch.from_numpy(forest.rows).to(device)),
+        states,
         head.weight,
         head.bias,
         torch.from_numpy(forest.temperatures).to(device, wide),
@@ -61,8 +72,8 @@ def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> tupl
     pairs = torch.from_numpy(forest.pair_of_token).to(device)
     logprobs = pair_logprobs.index_select(0, pairs)
     if row_entropies is None:
-        return logprobs, None
-    return logprobs, row_entropies.index_select(0, torch.from_numpy(forest.row_of_pair).to(device).index_select(0, pairs))
+        return Scores(logprobs, None, states)
+    return Scores(logprobs, row_entropies.index_select(0, torch.from_numpy(forest.row_of_token).to(device)), states)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,20 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.training.config import TrainerError
-from evergrad.training.forest import TrainedTokens
+from evergrad.training.forest import Together, TrainedTokens
 from evergrad.training.losses import Loss, Totals
 from evergrad.types import TrainingBatch, TrainingSample
 
-_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "advantages", "reference_logprobs", "proximal_logprobs")
+_OPTIONAL = ("reference_logprobs", "proximal_logprobs", "rewards", "values", "returns")
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "advantages", *_OPTIONAL)
 
 
-def trained_tokens(batch: TrainingBatch, rule: Loss, *, computes_reference: bool) -> list[TrainedTokens]:
+def trained_tokens(
+    batch: TrainingBatch, rule: Loss, *, computes_reference: bool, has_critic: bool = False
+) -> list[TrainedTokens]:
     """Which positions of which samples carry a loss; samples without any are left out.
 
     Args:
         batch: What to train on.
         rule: Says what it needs of a sample.
         computes_reference: Whether the trainer has the frozen reference, so that samples need not bring it.
+        has_critic: Whether there is one to learn from ``returns``, if samples have them: it learns from every masked position.
 
     Raises:
         TrainerError: see ``Trainer.forward_backward``.
@@ -30,15 +35,18 @@ def trained_tokens(batch: TrainingBatch, rule: Loss, *, computes_reference: bool
     masked = sum(sum(1 for value in sample.loss_mask if value) for sample in batch.samples)
     if masked > batch.num_valid_tokens:
         raise TrainerError(f"{masked} positions carry a loss, but num_valid_tokens is {batch.num_valid_tokens}")
-    read = _fields_read(batch, rule, computes_reference)
+    read = _fields_read(batch, rule, computes_reference, has_critic)
+    rollouts = _rollouts(batch.samples, rule)
+    speaking = _speaking(batch.samples, rollouts, rule)
+    num_valid: Counter[int] = Counter()
+    for rollout, sample in zip(rollouts, batch.samples, strict=True):
+        num_valid[rollout] += sum(map(bool, sample.loss_mask))
     found = []
     for number, sample in enumerate(batch.samples):
-        _check_lengths(number, sample)
-        mask = np.asarray(sample.loss_mask, dtype=bool)
-        positions = np.flatnonzero(mask & _speaking(sample, mask, rule))
+        positions = np.flatnonzero(speaking[number])
         if len(positions):
             _check_values(number, sample, positions, read)
-            found.append(TrainedTokens(sample, positions, int(mask.sum())))
+            found.append(TrainedTokens(sample, positions, num_valid[rollouts[number]], rollouts[number]))
     if rule.unit == "pair":
         _check_pairs(batch.samples, found)
     return found
@@ -60,28 +68,56 @@ def scored_tokens(samples: Sequence[TrainingSample]) -> list[TrainedTokens]:
     return found
 
 
-def totals_of(batch: TrainingBatch) -> Totals:
+def totals_of(batch: TrainingBatch, rule: Loss) -> Totals:
     """What a loss divides by.
 
     Raises:
-        TrainerError: the batch has more samples than it says the whole step has.
+        TrainerError: the batch has more rollouts than it says the whole step has.
     """
-    here = sum(any(sample.loss_mask) for sample in batch.samples)
-    samples = here if batch.num_samples is None else batch.num_samples
-    if here > samples:
-        raise TrainerError(f"{here} samples carry a loss, but num_samples is {samples}")
-    return Totals(batch.num_valid_tokens, samples)
+    numbers = _rollouts(batch.samples, rule)
+    here = len({number for number, sample in zip(numbers, batch.samples, strict=True) if any(sample.loss_mask)})
+    rollouts = here if batch.num_rollouts is None else batch.num_rollouts
+    if here > rollouts:
+        raise TrainerError(f"{here} rollouts carry a loss, but num_rollouts is {rollouts}")
+    return Totals(batch.num_valid_tokens, rollouts)
 
 
-def _speaking(sample: TrainingSample, mask: npt.NDArray[np.bool_], rule: Loss) -> npt.NDArray[np.bool_]:
-    """Which positions can have a gradient."""
-    if not rule.silent_at_zero:
-        return mask
-    speaking = mask & (np.asarray(sample.advantages, dtype=np.float64) != 0.0)
-    return mask if rule.whole_samples and speaking.any() else speaking
+def _rollouts(samples: Sequence[TrainingSample], rule: Loss) -> list[int]:
+    """Which samples are parts of one rollout: a number for each, the same for those that are."""
+    if rule.unit == "pair":  # both answers of a pair are of one row of data
+        return list(range(len(samples)))
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(each.rollout_id, number) if each.rollout_id else number for number, each in enumerate(samples)]
 
 
-def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool) -> tuple[str, ...]:
+def _speaking(samples: Sequence[TrainingSample], rollouts: Sequence[int], rule: Loss) -> list[npt.NDArray[np.bool_]]:
+    """Which positions of each sample can have a gradient.
+
+    Raises:
+        TrainerError: fields of other lengths than the tokens.
+    """
+    for number, sample in enumerate(samples):
+        _check_lengths(number, sample)
+    masks = [np.asarray(sample.loss_mask, dtype=bool) for sample in samples]
+    if not rule.silent_at_zero or any(sample.returns is not None for sample in samples):
+        return masks
+    found = [
+        mask & (np.asarray(sample.advantages, dtype=np.float64) != 0.0) for mask, sample in zip(masks, samples, strict=True)
+    ]
+    if not rule.whole_rollouts:
+        return found
+    heard = {rollout for rollout, positions in zip(rollouts, found, strict=True) if positions.any()}
+    return [mask & (rollout in heard) for rollout, mask in zip(rollouts, masks, strict=True)]
+
+
+def kept_together(rule: Loss) -> Together | None:
+    """What of a batch a micro-batch must hold as a whole."""
+    if rule.unit == "pair":
+        return "group"
+    return "rollout" if rule.whole_rollouts else None
+
+
+def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool, has_critic: bool) -> tuple[str, ...]:
     read: list[str] = []
     if not any(any(sample.loss_mask) for sample in batch.samples):
         return ()
@@ -103,13 +139,21 @@ def _fields_read(batch: TrainingBatch, rule: Loss, computes_reference: bool) -> 
         )
     if rule.needs_proximal and _brought(batch, "proximal_logprobs"):
         read.append("proximal_logprobs")
+    if _brought(batch, "returns"):
+        if not has_critic:
+            raise TrainerError(
+                "the samples have returns, which a critic learns from, but the trainer has none",
+                hint="give the trainer a critic, or use advantages that need none",
+            )
+        _brought(batch, "values", needed=True)
+        read += ["returns", "values"]
     return tuple(read)
 
 
-def _brought(batch: TrainingBatch, field: str) -> bool:
+def _brought(batch: TrainingBatch, field: str, *, needed: bool = False) -> bool:
     """Whether the samples bring a field along: all that are trained, or none."""
     having = [getattr(sample, field) is not None for sample in batch.samples if any(sample.loss_mask)]
-    if any(having) and not all(having):
+    if (any(having) or needed) and not all(having):
         raise TrainerError(f"{having.count(False)} of {len(having)} samples have no {field}", hint="give it to all, or to none")
     return any(having)
 

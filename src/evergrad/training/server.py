@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 
 from evergrad.config import Config, ConfigError, nearest, parse_config
 from evergrad.training.trainer import Trainer
-from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, ScoreBody, StepBody
+from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, ScoreBody, StepBody, ValuesBody
 from evergrad.transfer import SlotPublisher
 from evergrad.types import EvergradError, plain
 
@@ -35,7 +35,7 @@ class TrainerService:
         self._publisher: SlotPublisher | None = None
 
     def step(self, body: StepBody) -> dict[str, Any]:
-        return self.trainer.step(body.batch.noun(), body.loss, body.lr)
+        return self.trainer.step(body.batch.noun(), body.loss, body.lr, body.updates)
 
     def descriptor(self) -> dict[str, Any]:
         return self._slots().descriptor
@@ -74,6 +74,10 @@ class TrainerService:
 
     def score(self, body: ScoreBody) -> dict[str, Any]:
         return {"logprobs": self.trainer.score([sample.noun() for sample in body.samples], reference=body.reference)}
+
+    def values(self, body: ValuesBody) -> dict[str, Any]:
+        logprobs, values = self.trainer.values([sample.noun() for sample in body.samples])
+        return {"logprobs": logprobs, "values": values}
 
     def state(self) -> dict[str, Any]:
         return {"updates": self.trainer.updates, "policy_version": self.trainer.policy_version}
@@ -165,6 +169,7 @@ def trainer_app(service: TrainerService, token: str | None, on_ready: Callable[[
         "reset": (ResetBody, service.reset),
         "logprobs": (LogprobsBody, service.logprobs),
         "score": (ScoreBody, service.score),
+        "values": (ValuesBody, service.values),
     }
 
     @app.post("/{name}")

@@ -5,12 +5,14 @@ The walk of one step::
     TrainingBatch ──trained_tokens──▶ which positions carry a loss ──plant──▶ forests of distinct tokens (micro-batches)
       each forest: score_forest ──log-probabilities [T]──▶ loss, its part of the whole batch's
       ──backward──▶ gradients add up ──optim_step──▶ clip, AdamW
+
+Several updates on a batch repeat it per mini-batch, with the policy before the first of them scored once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor
 
 from evergrad.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from evergrad.training.config import LossConfig, TrainerConfig, TrainerError
-from evergrad.training.forest import Forest, plant
+from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
+from evergrad.training.critic import Critic
+from evergrad.training.forest import Forest, TrainedTokens, plant
 from evergrad.training.lora import (
     LoraLinear,
     add_lora,
@@ -34,7 +37,8 @@ from evergrad.training.lora import (
 from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.meter import Meter
 from evergrad.training.model import check_faithful, load_model, score_forest, sequence_logprobs
-from evergrad.training.selection import scored_tokens, totals_of, trained_tokens
+from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
+from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
 from evergrad.transfer.worker import pick_device
@@ -70,6 +74,7 @@ class Trainer:
             self._lora = self._add_lora(master)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._optimizer = self._fresh_optimizer()
+        self._critic = self._fresh_critic()
         self.updates = 0
         """Optimizer updates that were applied since the start or the last :meth:`reset`."""
         self.policy_version = 0
@@ -82,6 +87,13 @@ class Trainer:
             raise TrainerError("the output embedding cannot be a LoRA target", hint="remove it from lora.targets")
         return layers
 
+    def _fresh_critic(self) -> Critic | None:
+        if self.config.critic is None:
+            return None
+        wide = torch.promote_types(self._model.dtype, torch.float32)
+        width = self._model.get_output_embeddings().weight.shape[1]
+        return Critic(self.config.critic, width, self.config.seed, self._device, wide)
+
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         settings = self.config.optimizer
         return torch.optim.AdamW(
@@ -93,26 +105,49 @@ class Trainer:
             fused=True,
         )
 
-    def step(self, batch: TrainingBatch, loss: LossConfig, lr: float | None = None) -> dict[str, float]:
-        """One optimizer step on ``batch``: :meth:`forward_backward`, then :meth:`optim_step`.
+    def step(
+        self, batch: TrainingBatch, loss: LossConfig, lr: float | None = None, updates: UpdatesConfig | None = None
+    ) -> dict[str, float]:
+        """One optimizer update on ``batch``, or several: each is :meth:`forward_backward`, then :meth:`optim_step`.
 
-        Returns the metrics of both and ``seconds``. When a loss or gradient is not finite nothing is applied, and
-        ``skipped_nonfinite`` is 1.
+        Before the first of several updates the policy is scored once, if the loss takes its ratio to it and the samples bring
+        no ``proximal_logprobs``.
+
+        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated`` and ``skipped_nonfinite``,
+        the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite
+        is not applied, and counted in ``skipped_nonfinite``.
 
         Raises:
-            TrainerError: the batch cannot be trained on (see :meth:`forward_backward`); nothing has changed.
+            TrainerError: the batch cannot be trained on (see :meth:`forward_backward`), or not be cut into mini-batches;
+                nothing has changed.
         """
         started = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
-        metrics = self.forward_backward(batch, loss)
-        metrics |= self.optim_step(lr)
-        return {**metrics, "seconds": time.perf_counter() - started}
+        if self._critic is not None:
+            self._critic.zero_grad()
+        updates = updates or UpdatesConfig()
+        parts = mini_batches(batch, updates, seed=f"{self.config.seed}/{self.updates}")
+        if updates.total > 1:
+            parts = self._anchored(batch, parts, loss.build())
+        reports = []
+        for part in parts:
+            metrics = self.forward_backward(part, loss)
+            reports.append(metrics | self.optim_step(lr))
+        return {**merged(reports, batch), "seconds": time.perf_counter() - started}
+
+    def _anchored(self, batch: TrainingBatch, parts: Sequence[TrainingBatch], rule: Loss) -> list[TrainingBatch]:
+        """The parts with ``proximal_logprobs`` of the policy of now, if the loss reads them and nobody brought any."""
+        trained = self._trained(batch, rule)  # the whole batch, before the first update changes anything
+        if not rule.needs_proximal or any(sample.proximal_logprobs is not None for sample in batch.samples):
+            return list(parts)
+        scored = self._read_off(trained, lambda forest: [score_forest(self._model, forest).logprobs])
+        return [with_proximal(part, {key: row for key, (row,) in scored.items()}) for part in parts]
 
     def forward_backward(self, batch: TrainingBatch, loss: LossConfig) -> dict[str, float]:
         """Adds the gradient of the batch's loss to what is there, without moving the weights.
 
         The loss divides by what the whole batch holds (see the loss), so the gradient is the same however the batch is cut
-        into micro-batches. To cut it into several calls, give each ``num_valid_tokens`` and ``num_samples`` of the whole.
+        into micro-batches. To cut it into several calls, give each ``num_valid_tokens`` and ``num_rollouts`` of the whole.
 
         Metrics: ``loss``; ``sampled_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
@@ -126,19 +161,24 @@ class Trainer:
                 a preference pair that is none; a reference that nobody has. Named by sample and position; nothing changed.
         """
         rule = loss.build()
-        trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora")
-        for item in trained:
-            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        totals = totals_of(batch)
-        forests = plant(trained, self.config.micro_batch_tokens, keep_groups=rule.unit == "pair")
+        trained = self._trained(batch, rule)
+        totals = totals_of(batch, rule)
+        forests = plant(trained, self.config.micro_batch_tokens, keep=kept_together(rule))
         meter = Meter(batch, rule)
         for forest in forests:
             self._backward(forest, rule, totals, meter)
         return meter.metrics(forests)
 
+    def _trained(self, batch: TrainingBatch, rule: Loss) -> list[TrainedTokens]:
+        has_critic = self._critic is not None
+        trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora", has_critic=has_critic)
+        for item in trained:
+            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+        return trained
+
     def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
         reference = self._reference(forest) if rule.needs_reference else None
-        logprobs, entropies = score_forest(self._model, forest, entropies=rule.needs_entropy)
+        logprobs, entropies, states = score_forest(self._model, forest, entropies=rule.needs_entropy)
 
         def column(field: str) -> Tensor:
             return torch.from_numpy(forest.column(field)).to(logprobs)
@@ -148,9 +188,9 @@ class Trainer:
             logprobs=logprobs,
             behaviour_logprobs=column("logprobs"),
             advantages=column("advantages"),
-            sample=torch.from_numpy(forest.sample_of_token).to(self._device),
-            lengths=torch.tensor([item.num_valid for item in forest.items], device=self._device),
-            group=torch.from_numpy(forest.group_of_sample).to(self._device),
+            rollout=torch.from_numpy(forest.rollout_of_token).to(self._device),
+            lengths=torch.from_numpy(forest.rollout_lengths).to(self._device),
+            group=torch.from_numpy(forest.group_of_rollout).to(self._device),
             reference_logprobs=reference,
             proximal_logprobs=column("proximal_logprobs") if has_proximal else None,
             entropies=entropies,
@@ -158,6 +198,13 @@ class Trainer:
         loss = rule.total(tokens, totals)
         loss.backward()  # type: ignore[no-untyped-call]
         meter.add(loss, tokens)
+        if self._critic is not None and forest.items[0].sample.returns is not None:
+            values = self._values(self._critic, forest, states)
+            self._critic.backward(values, column("values"), column("returns"), totals.tokens)
+
+    def _values(self, critic: Critic, forest: Forest, states: Tensor) -> Tensor:
+        """[T]"""
+        return critic.values(states).index_select(0, torch.from_numpy(forest.row_of_token).to(self._device))
 
     def _reference(self, forest: Forest) -> Tensor:
         """Log-probabilities of the frozen reference, [T]: the samples' own, or computed here."""
@@ -167,7 +214,6 @@ class Trainer:
         with as_reference(self._lora):
             return score_forest(self._model, forest)[0]
 
-    @torch.no_grad()
     def score(self, samples: Sequence[TrainingSample], *, reference: bool = False) -> list[tuple[float, ...]]:
         """Log-probability of each sample's masked tokens under the current policy, or under the frozen reference: one number
         per token, 0.0 where the mask is 0.
@@ -183,23 +229,53 @@ class Trainer:
             raise TrainerError(
                 "full fine-tuning keeps no reference", hint="score without reference=True before the first update"
             )
-        scored = scored_tokens(samples)
-        for item in scored:
+        wanted = scored_tokens(samples)
+        for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        values = {id(item.sample): np.zeros(len(item.sample.token_ids)) for item in scored}
-        for forest in plant(scored, self.config.micro_batch_tokens):
-            with as_reference(self._lora) if reference else nullcontext():
-                logprobs = score_forest(self._model, forest)[0].cpu().double().numpy()
+        with as_reference(self._lora) if reference else nullcontext():
+            scored = self._read_off(wanted, lambda forest: [score_forest(self._model, forest).logprobs])
+        return [row[0] for row in _in_order(samples, scored, 1)]
+
+    def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """Of each sample's masked tokens under the current policy, in one pass: log-probabilities, as :meth:`score`, and what
+        the critic expects before each; 0.0 where the mask is 0.
+
+        Raises:
+            TrainerError: there is no critic, or a masked token that cannot be scored.
+        """
+        critic = self._critic
+        if critic is None:
+            raise TrainerError("the trainer has no critic", hint="configure one: critic = {}")
+        wanted = scored_tokens(samples)
+        for item in wanted:
+            self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+
+        def both(forest: Forest) -> list[Tensor]:
+            scores = score_forest(self._model, forest)
+            return [scores.logprobs, self._values(critic, forest, scores.states)]
+
+        rows = _in_order(samples, self._read_off(wanted, both), 2)
+        return [row[0] for row in rows], [row[1] for row in rows]
+
+    @torch.no_grad()
+    def _read_off(
+        self, wanted: Sequence[TrainedTokens], columns: Callable[[Forest], list[Tensor]]
+    ) -> dict[int, list[tuple[float, ...]]]:
+        """By the ``id`` of the sample: what each of the columns, [T], says at the wanted positions, 0.0 elsewhere."""
+        found: dict[int, list[tuple[float, ...]]] = {}
+        for forest in plant(wanted, self.config.micro_batch_tokens):
+            numbers = [column.cpu().double().numpy() for column in columns(forest)]
             for index, item in enumerate(forest.items):
-                values[id(item.sample)][item.positions] = logprobs[forest.sample_of_token == index]
-        return [
-            tuple(values[id(sample)].tolist()) if id(sample) in values else (0.0,) * len(sample.token_ids) for sample in samples
-        ]
+                rows = np.zeros((len(numbers), len(item.sample.token_ids)))
+                rows[:, item.positions] = [column[forest.sample_of_token == index] for column in numbers]
+                found[id(item.sample)] = [tuple(row) for row in rows.tolist()]
+        return found
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
-        """Clips the gradient, applies it, and forgets it.
+        """Clips the gradient, applies it, and forgets it; the critic's too, where samples had ``returns``.
 
-        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved) and ``skipped_nonfinite``.
+        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved), ``skipped_nonfinite``, and the
+        critic's (see ``Critic.optim_step``).
         Without any gradient, or with one that is not finite, weights and optimizer state stay as they are.
         """
         settings = self.config.optimizer
@@ -214,11 +290,13 @@ class Trainer:
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
+        critic = self._critic.optim_step() if self._critic is not None else {}
         return {
             "grad_norm": norm,
             "lr": rate,
             "updated": float(bool(grads) and finite),
-            "skipped_nonfinite": float(not finite),
+            "skipped_nonfinite": float(not finite or critic.get("critic_skipped", 0.0) > 0),
+            **critic,
         }
 
     def logprobs(self, token_ids: tuple[int, ...], temperature: float = 1.0) -> list[float]:
@@ -280,6 +358,7 @@ class Trainer:
             state,
             torch.get_rng_state(),
             dict(reference_tensors(self._lora)),
+            self._critic.state() if self._critic is not None else {},
         )
         write_checkpoint(folder, checkpoint)
 
@@ -305,6 +384,8 @@ class Trainer:
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
             self._optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
+        if self._critic is not None:
+            self._critic.load_state(checkpoint.critic)
         torch.set_rng_state(checkpoint.rng_state)
         self.updates, self.policy_version = checkpoint.updates, checkpoint.policy_version
 
@@ -327,7 +408,7 @@ class Trainer:
             write_safetensors(partial / "model.safetensors", self.named_weights())
 
     def reset(self, weights_uri: str | None = None) -> None:
-        """Starts anew, with a fresh optimizer, from an export of :meth:`export`, or from the base when None.
+        """Starts anew, with a fresh optimizer and critic, from an export of :meth:`export`, or from the base when None.
 
         Where it starts from is the frozen reference of a LoRA from then on.
 
@@ -344,6 +425,7 @@ class Trainer:
         else:
             self._load_full(weights_uri or self.config.model)
         self._optimizer = self._fresh_optimizer()
+        self._critic = self._fresh_critic()
         self.updates = 0
 
     def _reset_lora(self) -> None:
@@ -363,9 +445,17 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}
         lora = self.config.lora.model_dump(mode="json") if self.config.method == "lora" else None
-        return {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
+        identity = {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
+        return identity if self.config.critic is None else {**identity, "critic": self.config.critic.hidden}
+
+
+def _in_order(
+    samples: Sequence[TrainingSample], found: Mapping[int, list[tuple[float, ...]]], columns: int
+) -> list[list[tuple[float, ...]]]:
+    """What was found of each sample; zeros for those without a masked token."""
+    return [found.get(id(sample), [(0.0,) * len(sample.token_ids)] * columns) for sample in samples]
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    odd = [key for key in ours if theirs.get(key) != ours[key]]
+    odd = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     return f"{', '.join(odd)} differ; use the configuration it was saved with"

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from evergrad.config import Config
-from evergrad.training.config import LossConfig
+from evergrad.training.config import LossConfig, UpdatesConfig
 from evergrad.types import TrainingBatch, TrainingSample
 
 
@@ -26,6 +26,9 @@ class SampleBody(Config):
     group_id: str = ""
     reference_logprobs: tuple[float, ...] | None = None
     proximal_logprobs: tuple[float, ...] | None = None
+    rewards: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    returns: tuple[float, ...] | None = None
 
     def noun(self) -> TrainingSample:
         return TrainingSample(**dict(self))
@@ -37,11 +40,11 @@ class BatchBody(Config):
     samples: tuple[SampleBody, ...]
     num_valid_tokens: int
     metrics: dict[str, float] = Field(default_factory=dict)
-    num_samples: int | None = None
+    num_rollouts: int | None = None
 
     def noun(self) -> TrainingBatch:
         samples = tuple(sample.noun() for sample in self.samples)
-        return TrainingBatch(samples, self.num_valid_tokens, self.metrics, self.num_samples)
+        return TrainingBatch(samples, self.num_valid_tokens, self.metrics, self.num_rollouts)
 
 
 class StepBody(Config):
@@ -50,6 +53,7 @@ class StepBody(Config):
     batch: BatchBody
     loss: LossConfig = LossConfig()
     lr: float | None = Field(default=None, ge=0)
+    updates: UpdatesConfig = UpdatesConfig()
 
 
 class PublishBody(Config):
@@ -78,6 +82,12 @@ class ScoreBody(Config):
     reference: bool = False
 
 
+class ValuesBody(Config):
+    """``POST /values``."""
+
+    samples: tuple[SampleBody, ...]
+
+
 class ResetBody(Config):
     """``POST /reset``."""
 
@@ -90,5 +100,5 @@ def batch_json(batch: TrainingBatch) -> dict[str, Any]:
         "samples": [asdict(sample) for sample in batch.samples],
         "num_valid_tokens": batch.num_valid_tokens,
         "metrics": dict(batch.metrics),
-        "num_samples": batch.num_samples,
+        "num_rollouts": batch.num_rollouts,
     }

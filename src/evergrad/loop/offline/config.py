@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from pydantic import Field, model_validator
 
 from evergrad.config import Config, nearest
 from evergrad.loop import config as loop_config
-from evergrad.training import LossConfig
+from evergrad.training import LossConfig, ScheduleConfig
 from evergrad.training.data import DataConfig
 from evergrad.training.sinks import SinkConfig
 
@@ -33,30 +32,6 @@ METHODS = {
     "simpo": Method("simpo", pairs=True),
 }
 _ELSEWHERE = "reinforcement learning and distillation learn in an environment: 'evergrad run' does them for now"
-
-
-class ScheduleConfig(Config):
-    """The learning rate over the run: up over ``warmup_steps``, then down to ``final_share`` of it by the last step."""
-
-    lr: float = Field(default=2e-4, gt=0)
-    """The highest; for LoRA. Training all weights takes about a tenth of it, preferences about a tenth again."""
-    warmup_steps: int = Field(default=0, ge=0)
-    shape: Literal["constant", "linear", "cosine"] = "cosine"
-    final_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of ``lr`` that a linear or cosine schedule comes down to just after the last step."""
-
-    def at(self, step: int, steps: int) -> float:
-        """Learning rate of a step, counted from 0, of ``steps`` in all.
-
-        >>> [round(ScheduleConfig(lr=0.4, warmup_steps=1, shape="linear").at(step, 5), 2) for step in range(5)]
-        [0.2, 0.4, 0.3, 0.2, 0.1]
-        """
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / (self.warmup_steps + 1)
-        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
-        left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[self.shape]
-        floor = 0.0 if self.shape == "constant" else self.final_share
-        return self.lr * (floor + (1.0 - floor) * left)
 
 
 class OptimizerSettings(loop_config.OptimizerSettings):

@@ -27,12 +27,8 @@ def heldout_figures(trainer: Trainer, loss: LossConfig, samples: Sequence[Traini
     """
     rule = loss.build()
     parts = [_tokens(trainer, chunk) for chunk in _chunks(samples)]
-    units = {
-        "token": sum(len(part.logprobs) for part in parts),
-        "sample": len(samples),
-        "pair": len(samples) // 2,
-    }
-    total = sum(float(rule(part).sum()) for part in parts) / units[rule.unit]
+    units = sum(len(part.logprobs) for part in parts) if rule.unit == "token" else len(samples) // 2
+    total = sum(float(rule(part).sum()) for part in parts) / units
     gathered: dict[str, list[torch.Tensor]] = {}
     for part in parts:
         for name, values in rule.figures(part).items():
@@ -77,7 +73,7 @@ def _tokens(trainer: Trainer, samples: Sequence[TrainingSample]) -> TokenTensors
         logprobs=logprobs,
         behaviour_logprobs=torch.zeros_like(logprobs),
         advantages=column([sample.advantages for sample in samples]),
-        sample=torch.repeat_interleave(torch.arange(len(samples)), lengths),
+        rollout=torch.repeat_interleave(torch.arange(len(samples)), lengths),
         lengths=lengths,
         group=torch.tensor([groups.setdefault(sample.group_id or sample.rollout_id, len(groups)) for sample in samples]),
         reference_logprobs=column(referenced) if len(referenced) == len(samples) else None,

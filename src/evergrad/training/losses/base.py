@@ -12,7 +12,7 @@ from evergrad.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-Unit = Literal["token", "sample", "pair"]
+Unit = Literal["token", "pair"]
 
 MAX_LOG_RATIO = 20.0
 """Bounds what one absurd token does to a sum: a ratio of 5e8 is past anything that a correction can mend."""
@@ -27,12 +27,13 @@ class TokenTensors:
     behaviour_logprobs: Tensor
     """Of the policy that sampled the token."""
     advantages: Tensor
-    sample: Tensor
-    """int64, ascending: index of the token's sample in this micro-batch. A sample is never split over micro-batches."""
+    rollout: Tensor
+    """int64: index of the token's rollout in this micro-batch. All samples of a rollout are in one micro-batch if the loss says
+    ``whole_rollouts``; otherwise a rollout may have tokens in several."""
     lengths: Tensor
-    """[samples] valid positions of each sample, those that are not here because they have no gradient included."""
+    """[rollouts] valid positions of each rollout in the whole batch, those without a gradient included."""
     group: Tensor
-    """[samples] int64, from 0: samples with the same number belong together."""
+    """[rollouts] int64, from 0: rollouts with the same number belong together."""
     reference_logprobs: Tensor | None = None
     """Of a frozen reference or of a teacher; there when the loss needs it."""
     proximal_logprobs: Tensor | None = None
@@ -41,7 +42,7 @@ class TokenTensors:
     """Nats, of the whole next-token distribution under the same temperature; carry gradients; there when the loss needs it."""
 
     @property
-    def num_samples(self) -> int:
+    def num_rollouts(self) -> int:
         return len(self.lengths)
 
     @property
@@ -49,13 +50,13 @@ class TokenTensors:
         """Log-probabilities of the proximal policy, without gradient."""
         return self.logprobs.detach() if self.proximal_logprobs is None else self.proximal_logprobs
 
-    def sample_sums(self, values: Tensor) -> Tensor:
-        """[tokens] → [samples]"""
+    def rollout_sums(self, values: Tensor) -> Tensor:
+        """[tokens] → [rollouts]"""
         import torch
 
         # Not index_add, whose order of addition is free on an accelerator: a step repeats bit for bit.
-        counts = torch.bincount(self.sample, minlength=self.num_samples)
-        return torch.segment_reduce(values, "sum", lengths=counts)
+        counts = torch.bincount(self.rollout, minlength=self.num_rollouts)
+        return torch.segment_reduce(values.index_select(0, self.rollout.argsort(stable=True)), "sum", lengths=counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,18 @@ class Totals:
     """How much there is of each unit in the whole optimizer step, however it is cut; what a loss divides by."""
 
     tokens: int
-    samples: int
+    rollouts: int
+    """A rollout that was cut into several samples is one; of preference pairs, each answer is one."""
 
     def of(self, unit: Unit) -> int:
-        return {"token": self.tokens, "sample": self.samples, "pair": self.samples // 2}[unit]
+        return self.tokens if unit == "token" else self.rollouts // 2
 
 
 class Loss(Config):
     """A frozen configuration that can be called; its fields are the loss's options."""
 
     unit: ClassVar[Unit] = "token"
-    """What there is one number for; ``pair`` keeps the samples of a group in one micro-batch."""
+    """What there is one number for; ``pair`` keeps the two answers of a group in one micro-batch."""
     needs_advantage: ClassVar[bool] = True
     """Whether advantages (weights, signs) are read; then they must be finite."""
     needs_behaviour: ClassVar[bool] = False
@@ -87,8 +89,8 @@ class Loss(Config):
         return self.needs_advantage
 
     @property
-    def whole_samples(self) -> bool:
-        """Whether a token's loss depends on the others of its sample: all of them are then computed if any is."""
+    def whole_rollouts(self) -> bool:
+        """Whether a token's loss depends on the others of its rollout: all of them are then computed, together, if any is."""
         return self.unit != "token"
 
     @property
@@ -110,7 +112,7 @@ class Loss(Config):
 
     @abstractmethod
     def __call__(self, tokens: TokenTensors) -> Tensor:
-        """One number per unit: [tokens], [samples] or [pairs]."""
+        """One number per unit: [tokens] or [pairs]."""
 
     def total(self, tokens: TokenTensors, totals: Totals) -> Tensor:
         """This micro-batch's part of the batch's loss, a scalar; the parts add up, however the batch is cut."""

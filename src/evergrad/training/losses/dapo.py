@@ -12,7 +12,7 @@ from evergrad.training.losses.ppo import Ppo
 class Dapo(Ppo):
     """``1/Σ|o_i| Σ_i Σ_t −min(r · A, clip(r, 1 − 0.2, 1 + 0.28) · A)`` (arXiv 2503.14476).
 
-    Its dynamic sampling is ``rl.replace_groups``, its soft penalty for length ``overlong_penalty``.
+    Its dynamic sampling is ``rl.replace_groups``, its soft penalty for length ``rl.overlong``.
     """
 
     normalization: Literal["token"] = "token"

@@ -1,4 +1,4 @@
-"""GRPO: each sample counts the same, however long it is."""
+"""GRPO: each rollout counts the same, however long it is."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class Grpo(Ppo):
     Its advantages are ``group_normalized``; the paper's KL is ``kl_coef = 0.04, kl_weighted = false``.
     """
 
-    normalization: Literal["sample"] = "sample"
-    """Each sample's mean over its tokens, then the mean over samples."""
+    normalization: Literal["rollout"] = "rollout"
+    """Each rollout's mean over its tokens, then the mean over rollouts."""

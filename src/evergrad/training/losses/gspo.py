@@ -19,16 +19,16 @@ class Gspo(Ppo):
     An answer is clipped as a whole, so the bounds are much closer to 1 than a token's.
     """
 
-    normalization: Literal["sample"] = "sample"
-    """There is one ratio per sample, so tokens have no weight of their own."""
+    normalization: Literal["rollout"] = "rollout"
+    """There is one ratio per rollout, so tokens have no weight of their own."""
     clip_low: float = Field(default=3e-4, gt=0, le=1)
     """An answer that lost gets no further push below ``s = 1 − clip_low``."""
     clip_high: float = Field(default=4e-4, gt=0, le=1e6)
     """An answer that won gets no further push above ``s = 1 + clip_high``."""
 
     @property
-    def whole_samples(self) -> bool:
+    def whole_rollouts(self) -> bool:
         return True
 
     def level(self, tokens: TokenTensors, log_ratio: Tensor) -> Tensor:
-        return (tokens.sample_sums(log_ratio) / tokens.lengths).index_select(0, tokens.sample)
+        return (tokens.rollout_sums(log_ratio) / tokens.lengths).index_select(0, tokens.rollout)

@@ -34,7 +34,7 @@ class PairLoss(Loss):
 
     @abstractmethod
     def scores(self, tokens: TokenTensors) -> Tensor:
-        """How likely the policy has made each answer, [samples]."""
+        """How likely the policy has made each answer, [answers]."""
 
     @abstractmethod
     def preference(self, margin: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class PairLoss(Loss):
     def __call__(self, tokens: TokenTensors) -> Tensor:
         loss = self.preference(self._margin(tokens))
         if self.rpo_alpha:
-            likelihoods = tokens.sample_sums(tokens.logprobs) / tokens.lengths
+            likelihoods = tokens.rollout_sums(tokens.logprobs) / tokens.lengths
             loss = loss - self.rpo_alpha * _over_pairs(likelihoods * (_signs(tokens) > 0), tokens)
         return loss
 
@@ -56,17 +56,17 @@ class PairLoss(Loss):
 
 
 def _signs(tokens: TokenTensors) -> Tensor:
-    """[samples] 1 for the chosen answer, −1 for the rejected one."""
-    return tokens.sample_sums(tokens.advantages).sign()
+    """[answers] 1 for the chosen answer, −1 for the rejected one."""
+    return tokens.rollout_sums(tokens.advantages).sign()
 
 
 def _over_pairs(values: Tensor, tokens: TokenTensors) -> Tensor:
-    """[samples] → [pairs]; a sum of two is the same in either order."""
-    return values.new_zeros(tokens.num_samples // 2).index_add(0, tokens.group, values)
+    """[answers] → [pairs]; a sum of two is the same in either order."""
+    return values.new_zeros(tokens.num_rollouts // 2).index_add(0, tokens.group, values)
 
 
 def log_ratio_scores(tokens: TokenTensors, length_normalized: bool) -> Tensor:
-    """``log π/π_ref`` of each answer, or its mean over the answer's tokens, [samples]."""
+    """``log π/π_ref`` of each answer, or its mean over the answer's tokens, [answers]."""
     assert tokens.reference_logprobs is not None
-    sums = tokens.sample_sums(tokens.logprobs - tokens.reference_logprobs)
+    sums = tokens.rollout_sums(tokens.logprobs - tokens.reference_logprobs)
     return sums / tokens.lengths if length_normalized else sums

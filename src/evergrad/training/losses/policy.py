@@ -26,7 +26,7 @@ class Correction(Config):
     kind: Literal["truncate", "mask"] = "truncate"
     """What becomes of a weight outside [floor, cap]: the nearer bound, or 0."""
     level: Literal["token", "sequence"] = "token"
-    """``sequence`` takes the product over the sample's trained tokens, the unbiased weight of the whole, for each of them."""
+    """``sequence`` takes the product over the rollout's trained tokens, the unbiased weight of the whole, for each of them."""
     cap: float = Field(default=2.0, ge=1, le=1e6)
     """Largest weight."""
     floor: float = Field(default=0.0, ge=0, le=1)
@@ -36,7 +36,7 @@ class Correction(Config):
         """[tokens], without gradient."""
         log_weights = tokens.proximal - tokens.behaviour_logprobs
         if self.level == "sequence":
-            log_weights = tokens.sample_sums(log_weights).index_select(0, tokens.sample)
+            log_weights = tokens.rollout_sums(log_weights).index_select(0, tokens.rollout)
         weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
         if self.kind == "mask":
             return weights * ((weights >= self.floor) & (weights <= self.cap))
@@ -53,10 +53,10 @@ class PolicyLoss(Loss):
     needs_advantage: ClassVar[bool] = True
     needs_behaviour: ClassVar[bool] = True
 
-    normalization: Literal["token", "sample", "constant"] = "token"
+    normalization: Literal["token", "rollout", "constant"] = "token"
     """What the sum over tokens is divided by: all valid tokens of the batch (each token counts the same), the valid tokens of
-    its own sample and then the number of samples (each sample counts the same), or ``constant_length`` times the number of
-    samples (as ``token``, but no batch counts more because its answers are short)."""
+    its own rollout and then the number of rollouts (each rollout counts the same, however many samples it was cut into), or
+    ``constant_length`` times the number of rollouts (as ``token``, but no batch counts more because its answers are short)."""
     constant_length: int | None = Field(default=None, ge=1)
     """For ``constant``: tokens of the longest answer there can be."""
     anchor: Literal["behaviour", "proximal"] = "behaviour"
@@ -103,7 +103,7 @@ class PolicyLoss(Loss):
         return not self.kl_coef and not self.entropy_coef
 
     @property
-    def whole_samples(self) -> bool:
+    def whole_rollouts(self) -> bool:
         return self.correction is not None and self.correction.level == "sequence"
 
     @property
@@ -127,7 +127,7 @@ class PolicyLoss(Loss):
         """The policy's own loss, [tokens].
 
         Args:
-            tokens: For advantages, samples and log-probabilities.
+            tokens: For advantages, rollouts and log-probabilities.
             log_ratio: ``log π − log anchor``, [tokens], with the gradient of log π.
         """
 
@@ -147,10 +147,10 @@ class PolicyLoss(Loss):
 
     def total(self, tokens: TokenTensors, totals: Totals) -> Tensor:
         loss = self(tokens)
-        if self.normalization == "sample":
-            total = (loss / tokens.lengths.index_select(0, tokens.sample)).sum() / totals.samples
+        if self.normalization == "rollout":
+            total = (loss / tokens.lengths.index_select(0, tokens.rollout)).sum() / totals.rollouts
         elif self.normalization == "constant":
-            total = loss.sum() / (totals.samples * float(self.constant_length or 1))
+            total = loss.sum() / (totals.rollouts * float(self.constant_length or 1))
         else:
             total = loss.sum() / totals.tokens
         if self.entropy_coef:

@@ -22,7 +22,7 @@ class SimPo(PairLoss):
     """By how much ``β Δ`` should exceed 0."""
 
     def scores(self, tokens: TokenTensors) -> Tensor:
-        return tokens.sample_sums(tokens.logprobs) / tokens.lengths
+        return tokens.rollout_sums(tokens.logprobs) / tokens.lengths
 
     def preference(self, margin: Tensor) -> Tensor:
         from torch.nn.functional import logsigmoid
