@@ -1,0 +1,212 @@
+"""Several ranks share one model: FSDP2 shards it, tensor parallelism may split its layers, and each batch is dealt out.
+
+FSDP (fully sharded data parallelism, Zhao et al. 2023, arXiv 2304.11277): each rank holds a part of every parameter, of its
+gradient and of its optimizer state. Before a layer computes, its parameters are gathered from all ranks, and freed after it;
+in the backward pass its gradient is added up over ranks and each keeps its part. Tensor parallelism (Shoeybi et al. 2019,
+arXiv 1909.08053): a group of ranks computes the same samples, each with some of the heads and of the inner width of every
+layer.
+
+Ranks are numbered data-parallel first: ``rank = share · tensor_parallel + place in the layer``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from evergrad.training.checkpoint import PARTS, Checkpoint, read_checkpoint, read_state
+from evergrad.training.config import TrainerConfig, TrainerError
+from evergrad.training.forest import TrainedTokens, deal, grow
+from evergrad.training.model import ScoreForest, score_forest
+from evergrad.training.ranks import Ranks, Share
+from evergrad.transfer.worker import pick_device
+from evergrad.types import EvergradError
+
+V = TypeVar("V")
+
+_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+class ShardedRanks(Ranks):
+    """One of ``config.ranks`` processes of this machine. All of them must make it, and then do the same in the same order."""
+
+    def __init__(self, config: TrainerConfig, rank: int, meeting_place: Path) -> None:
+        """
+        Args:
+            rank: From 0.
+            meeting_place: A file that does not exist yet, the same for all; there they learn of one another.
+        """
+        self.rank, self.count = rank, config.ranks
+        self._config = config
+        cuda = pick_device(config.device).type == "cuda"
+        self._device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self._device)
+        elif config.threads is None:
+            torch.set_num_threads(max(1, torch.get_num_threads() // config.ranks))
+        if sys.platform == "linux":
+            # The ranks are of one machine: nothing of them need be reachable from another.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.FileStore(str(meeting_place), config.ranks),
+            rank=rank,
+            world_size=config.ranks,
+        )
+        shape = (config.ranks // config.tensor_parallel, config.tensor_parallel)
+        self._mesh: DeviceMesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("share", "layer"))
+        # Objects and checkpoints travel apart from gradients, and on CPU also where gradients are on GPUs.
+        self.group: dist.ProcessGroup = dist.new_group(backend="gloo")
+
+    def device(self, name: str) -> torch.device:
+        if name not in ("auto", self._device.type):
+            raise TrainerError(f"{self._config.ranks} ranks cannot share device '{name}'", hint="use 'cpu', 'cuda' or 'auto'")
+        return self._device
+
+    def place(self, model: Any) -> ScoreForest:
+        """Splits and shards the model in place.
+
+        Raises:
+            TrainerError: its layers cannot be split by ``tensor_parallel``.
+        """
+        if self._config.tensor_parallel > 1:
+            _split_layers(model, self._mesh["layer"])
+        layers = set(model._no_split_modules or ())
+        for module in list(model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=self._mesh["share"])
+        # What is left, the embeddings and the last norm, is gathered for the whole of a pass.
+        fully_shard(model, mesh=self._mesh["share"])
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Losses divide by what the whole batch holds, so that gradients add up; FSDP would divide once more.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        model.score_forest = partial(score_forest, model)
+        register_fsdp_forward_method(model, "score_forest")
+
+        def score(forest: Any, *, entropies: bool = False) -> tuple[Tensor, Tensor | None]:
+            result: tuple[Tensor, Tensor | None] = model.score_forest(forest, entropies=entropies)
+            if not torch.is_grad_enabled():
+                # No backward pass will free what the model itself has gathered; it would outlive the next update.
+                model.reshard()
+            return result
+
+        return score
+
+    def share(self, trained: Sequence[TrainedTokens], max_nodes: int, *, keep_groups: bool = False) -> Share:
+        count = self._mesh["share"].size()
+        shares = deal(trained, max_nodes, count, keep_groups=keep_groups)
+        own = shares[self._mesh.get_local_rank("share")]
+        missing = max(map(len, shares)) - len(own)
+        if not missing:
+            return Share([grow(items) for items in own])
+        shortest = min(trained, key=lambda item: item.positions[0])
+        stand_in = grow([TrainedTokens(shortest.sample, shortest.positions[:1], shortest.num_valid)])
+        return Share([grow(items) for items in own], [stand_in] * missing)
+
+    def everyones(self, value: V) -> list[V]:
+        # Ranks that split a layer between them compute the same samples: one speaks for all.
+        return self.all_values(value)[:: self._config.tensor_parallel]
+
+    def all_values(self, value: V) -> list[V]:
+        """What each rank gave, in order, on every rank."""
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """When the block raises an :class:`EvergradError` on one rank, it raises on all.
+
+        The ranks must meet nowhere inside it.
+        """
+        error: EvergradError | None = None
+        try:
+            yield
+        except EvergradError as raised:
+            error = raised
+        first = next((each for each in self.all_values(error) if each is not None), None)
+        if first is not None:
+            raise error or first
+
+    def parameter_groups(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        # Only tensors that are spread over the same ranks can be arguments of one operation.
+        groups: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            assert isinstance(parameter, DTensor)
+            groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
+        return list(groups.values())
+
+    def norm(self, gradients: Iterable[Tensor]) -> float:
+        norms = [torch.nn.utils.get_total_norm(group) for group in self.parameter_groups(gradients)]
+        return float(torch.linalg.vector_norm(torch.stack([norm.full_tensor() for norm in norms])))  # type: ignore[attr-defined]
+
+    def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> None:
+        from evergrad.training.sharded_checkpoint import write_parts
+
+        write_parts(folder, checkpoint, self)
+
+    def read_checkpoint(self, folder: Path | str, parameters: Mapping[str, Tensor]) -> Checkpoint:
+        from evergrad.training.sharded_checkpoint import read_parts
+
+        with self.agreed():
+            state = read_state(folder)
+        if state["format"] == PARTS:
+            return read_parts(folder, state, parameters, self)
+        with self.agreed():
+            checkpoint = read_checkpoint(folder, parameters)
+        return checkpoint
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def distribute_like(parameter: DTensor, values: Tensor) -> DTensor:
+    """The part of whole ``values`` that is here, as a tensor spread like ``parameter``; no rank asks another."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, offset = compute_local_shape_and_global_offset(values.shape, mesh, placements)
+    part = values[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    part = part.to(parameter.to_local().device).contiguous()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=values.shape, stride=values.stride())
+
+
+def _split_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Tensor parallelism as the model's own configuration lays it out."""
+    config = model.config.get_text_config()
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    strange = sorted(set(plan.values()) - set(_STYLES))
+    if not plan or strange:
+        reason = f"it needs {', '.join(strange)}" if strange else "it says nothing about how"
+        raise TrainerError(f"{type(model).__name__} cannot be split by tensor_parallel: {reason}", hint="set tensor_parallel = 1")
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % mesh.size():
+            raise TrainerError(
+                f"tensor_parallel = {mesh.size()} does not divide the model's {name} = {getattr(config, name)}",
+                hint="choose a divisor of both numbers of heads and of the inner width",
+            )
+    decoder: nn.Module = getattr(model, model.base_model_prefix)
+    styles = {
+        name: _STYLES[style]()
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear)
+        for pattern, style in plan.items()
+        if fnmatch.fnmatchcase(name, pattern)
+    }
+    parallelize_module(decoder, mesh, styles)
