@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.rollouts import ESTIMATORS
-from evergrad.training import LoraConfig, LossConfig
+from evergrad.training import LoraConfig, LossConfig, require_ranks
 from evergrad.training.sinks import SinkConfig
 
 
@@ -192,6 +192,15 @@ class TrainerSettings(Config):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     micro_batch_tokens: int = Field(1024, ge=16)
+    ranks: int = Field(1, ge=1)
+    """Processes that hold the model in parts (FSDP) and share out each batch; with CUDA, one GPU each."""
+    tensor_parallel: int = Field(1, ge=1)
+    """How many of the ranks split every layer between them; divides ``ranks`` and the model's heads."""
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> TrainerSettings:
+        require_ranks(self.ranks, self.tensor_parallel, self.method)
+        return self
 
 
 class PlacementConfig(Config):

@@ -8,6 +8,21 @@ once, exactly. Importing this room loads no torch; the trainer itself is ``everg
 from __future__ import annotations
 
 from evergrad.training.client import TrainerClient
-from evergrad.training.config import LoraConfig, LossConfig, OptimizerConfig, TrainerConfig, TrainerError
+from evergrad.training.config import (
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    TrainerError,
+    require_ranks,
+)
 
-__all__ = ["LoraConfig", "LossConfig", "OptimizerConfig", "TrainerClient", "TrainerConfig", "TrainerError"]
+__all__ = [
+    "LoraConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "TrainerClient",
+    "TrainerConfig",
+    "TrainerError",
+    "require_ranks",
+]

@@ -100,7 +100,7 @@ def require_ranks(ranks: int, tensor_parallel: int, method: str) -> None:
         ValueError: the ranks cannot be split like that, or the method cannot be split at all.
     """
     if ranks % tensor_parallel:
-        raise ValueError(f"{ranks} ranks cannot be split by tensor_parallel = {tensor_parallel}; make one a multiple of the other")
+        raise ValueError(f"{ranks} ranks cannot be split by tensor_parallel = {tensor_parallel}; choose a divisor of ranks")
     if tensor_parallel > 1 and method == "lora":
         raise ValueError("tensor_parallel splits no LoRA layers; set tensor_parallel = 1, or method = 'full'")
 

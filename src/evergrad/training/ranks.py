@@ -74,6 +74,10 @@ class Ranks:
         """What each share of the batch gave, on every rank, in the order of the ranks."""
         return [value]
 
+    def all_values(self, value: V) -> list[V]:
+        """What each rank gave, on every rank, in order."""
+        return [value]
+
     def parameter_groups(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         """Parameters, or their gradients, that one call of an optimizer or norm can take."""
         return [list(parameters)]

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from evergrad.training.checkpoint import PARTS, Checkpoint, checkpoint_of, parameter_of, tensors_of, write_state
 from evergrad.transfer import TransferError, whole_folder
@@ -44,9 +46,9 @@ def write_parts(folder: Path | str, checkpoint: Checkpoint, ranks: ShardedRanks)
                 partial = stack.enter_context(whole_folder(folder))
         shared = ranks.all_values(partial)[0]
         assert shared is not None
-        writer = dcp.HuggingFaceStorageWriter(str(shared), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(shared), save_distributed=True)
         with _reported(folder, "could not write"):
-            dcp.save(tensors, storage_writer=writer, process_group=ranks.group)
+            save(tensors, storage_writer=writer, process_group=ranks.group)
         with ranks.agreed():
             if ranks.rank == 0:
                 checksums = {path.name: _checksum(path) for path in sorted(shared.glob("*.safetensors"))}
@@ -71,7 +73,7 @@ def read_parts(
     else:
         with ranks.agreed():
             _verify(Path(folder), sorted(state["xxh3"].items())[ranks.rank :: ranks.count])
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder))
     found = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
     for name, entry in found.items():
@@ -80,7 +82,7 @@ def read_parts(
         spread = parameter is not None and parameter.shape == size
         tensors[name] = torch.empty_like(parameter, dtype=dtype) if spread else torch.empty(size, dtype=dtype)  # type: ignore[arg-type]
     with _reported(folder, "unreadable checkpoint"):
-        dcp.load(tensors, storage_reader=reader, process_group=ranks and ranks.group, no_dist=ranks is None)
+        load(tensors, storage_reader=reader, process_group=ranks and ranks.group, no_dist=ranks is None)
     tensors |= {name: tensors[name].reshape(()) for name in state["scalars"]}
     return checkpoint_of(state, {name: tensor.detach() for name, tensor in tensors.items()})
 

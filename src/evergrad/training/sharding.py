@@ -12,6 +12,8 @@ Ranks are numbered data-parallel first: ``rank = share · tensor_parallel + plac
 from __future__ import annotations
 
 import fnmatch
+import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -33,11 +36,15 @@ from evergrad.training.checkpoint import PARTS, Checkpoint, read_checkpoint, rea
 from evergrad.training.config import TrainerConfig, TrainerError
 from evergrad.training.forest import TrainedTokens, deal, grow
 from evergrad.training.model import ScoreForest, score_forest
+from evergrad.training.parts import here
 from evergrad.training.ranks import Ranks, Share
 from evergrad.transfer.worker import pick_device
 from evergrad.types import EvergradError
 
 V = TypeVar("V")
+
+# Gathering what is both split and sharded takes two steps; torch would rather have one, and says so on every rank.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
@@ -64,7 +71,7 @@ class ShardedRanks(Ranks):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=dist.FileStore(str(meeting_place), config.ranks),
+            store=FileStore(str(meeting_place), config.ranks),
             rank=rank,
             world_size=config.ranks,
         )
@@ -125,7 +132,6 @@ class ShardedRanks(Ranks):
         return self.all_values(value)[:: self._config.tensor_parallel]
 
     def all_values(self, value: V) -> list[V]:
-        """What each rank gave, in order, on every rank."""
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -154,8 +160,22 @@ class ShardedRanks(Ranks):
         return list(groups.values())
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
-        norms = [torch.nn.utils.get_total_norm(group) for group in self.parameter_groups(gradients)]
-        return float(torch.linalg.vector_norm(torch.stack([norm.full_tensor() for norm in norms])))  # type: ignore[attr-defined]
+        parts: dict[int, list[Tensor]] = {}
+        for gradient in gradients:
+            parts.setdefault(self._copies(gradient), []).append(here(gradient))
+        # In double precision, as a norm that a float32 can hold may have a square that it cannot.
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for copies, group in parts.items():
+            squares += torch.nn.utils.get_total_norm(group).double() ** 2 / copies
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
+    def _copies(self, tensor: Tensor) -> int:
+        """How many ranks hold each part of it."""
+        assert isinstance(tensor, DTensor)
+        mesh = tensor.device_mesh
+        within = math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+        return within * self.count // mesh.size()
 
     def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> None:
         from evergrad.training.sharded_checkpoint import write_parts
@@ -178,8 +198,9 @@ class ShardedRanks(Ranks):
             dist.destroy_process_group()
 
 
-def distribute_like(parameter: DTensor, values: Tensor) -> DTensor:
+def distribute_like(parameter: Tensor, values: Tensor) -> Tensor:
     """The part of whole ``values`` that is here, as a tensor spread like ``parameter``; no rank asks another."""
+    assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, offset = compute_local_shape_and_global_offset(values.shape, mesh, placements)
     part = values[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
@@ -190,11 +211,15 @@ def distribute_like(parameter: DTensor, values: Tensor) -> DTensor:
 def _split_layers(model: Any, mesh: DeviceMesh) -> None:
     """Tensor parallelism as the model's own configuration lays it out."""
     config = model.config.get_text_config()
-    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    # Of the layers alone: what is outside of them is sharded, and log-probabilities want the whole of the head.
+    whole_plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    plan = {pattern: style for pattern, style in whole_plan.items() if pattern.startswith("layers.")}
     strange = sorted(set(plan.values()) - set(_STYLES))
     if not plan or strange:
         reason = f"it needs {', '.join(strange)}" if strange else "it says nothing about how"
-        raise TrainerError(f"{type(model).__name__} cannot be split by tensor_parallel: {reason}", hint="set tensor_parallel = 1")
+        raise TrainerError(
+            f"{type(model).__name__} cannot be split by tensor_parallel: {reason}", hint="set tensor_parallel = 1"
+        )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % mesh.size():
             raise TrainerError(

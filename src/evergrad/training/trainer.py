@@ -141,7 +141,8 @@ class Trainer:
         """Adds the gradient of the batch's loss to what is there, without moving the weights.
 
         The loss divides by what the whole batch holds (see the loss), so the gradient is the same however the batch is cut
-        into micro-batches and dealt over ranks. To cut it into several calls, give each ``num_valid_tokens`` and ``num_samples`` of the whole.
+        into micro-batches and dealt over ranks. To cut it into several calls, give each ``num_valid_tokens`` and
+        ``num_samples`` of the whole.
 
         Metrics: ``loss``; ``sampled_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
@@ -317,10 +318,10 @@ class Trainer:
         Raises:
             TrainerError: a weight is not finite; names it.
         """
-        odd = [name for name, p in self._parameters.items() if not bool(torch.isfinite(here(p)).all())]
-        odd = sum(self._ranks.everyones(odd), [])
-        if odd:
-            raise TrainerError(f"'{odd[0]}' is not finite", hint="load the last checkpoint and lower the learning rate")
+        odd = next((name for name, p in self._parameters.items() if not bool(torch.isfinite(here(p)).all())), None)
+        odd = next(filter(None, self._ranks.all_values(odd)), None)
+        if odd is not None:
+            raise TrainerError(f"'{odd}' is not finite", hint="load the last checkpoint and lower the learning rate")
 
     @on_all_ranks
     def save(self, folder: Path | str) -> None:
