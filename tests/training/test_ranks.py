@@ -22,6 +22,7 @@ import torch
 
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig, TrainerError
 from evergrad.training.checkpoint import read_checkpoint
+from evergrad.training.ranks import RanksLost
 from evergrad.training.trainer import Trainer
 from evergrad.transfer import SlotPublisher, TransferError, load_tensors
 from evergrad.types import TrainingBatch
@@ -49,35 +50,6 @@ def config_of(folder: Path, method: str, ranks: int = 1, tensor_parallel: int = 
             "device": "cpu",
         }
     )
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("lora", 2, 1),
-        ("full", 2, 1),
-        ("full", 4, 2),
-        pytest.param(("full", 2, 2), marks=pytest.mark.slow),
-        pytest.param(("full", 4, 1), marks=pytest.mark.slow),
-        pytest.param(("lora", 4, 1), marks=pytest.mark.slow),
-    ],
-    ids=lambda given: f"{given[0]}-{given[1]}-ranks-tensor-parallel-{given[2]}",
-)
-def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[tuple[Trainer, Trainer]]:
-    """A trainer of one rank and one of several, for all tests of the module: starting ranks takes seconds."""
-    method, ranks, tensor_parallel = request.param
-    before = torch.get_num_threads()
-    one = Trainer(config_of(model_folder, method))
-    with closing(Trainer(config_of(model_folder, method, ranks, tensor_parallel))) as several:
-        yield one, several
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def fresh(pair: tuple[Trainer, Trainer]) -> tuple[Trainer, Trainer]:
-    for trainer in pair:
-        trainer.reset()
-    return pair
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -112,6 +84,137 @@ def gradient(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
     trainer.save(folder)
     checkpoint = read_checkpoint(folder, {})
     return {name: values["exp_avg"] for name, values in checkpoint.optimizer.items()}
+
+
+# -- trainers of their own; first, as a process has one group of ranks at a time ------------------------------------------------
+
+
+def test_what_two_ranks_saved_four_go_on_from(model_folder: Path, tmp_path: Path) -> None:
+    with closing(Trainer(config_of(model_folder, "full", 2))) as two:
+        two.step(make_batch(0), CROSS_ENTROPY)
+        two.save(tmp_path / "c")
+        saved = weights(two)
+        two.step(make_batch(1), CROSS_ENTROPY)
+        expected = weights(two)
+    with closing(Trainer(config_of(model_folder, "full", 4, 2))) as four:
+        four.load(tmp_path / "c")
+        assert equal(weights(four), saved)
+        four.step(make_batch(1), CROSS_ENTROPY)
+        for name, tensor in four.named_weights():
+            torch.testing.assert_close(tensor, expected[name], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ranks": 3, "tensor_parallel": 2, "method": "full"}, "choose a divisor of ranks"),
+        ({"ranks": 2, "tensor_parallel": 2}, "method = 'full'"),
+    ],
+)
+def test_ranks_that_cannot_be_split_are_refused_before_they_start(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainerConfig.model_validate({"model": "m", **fields})
+
+
+def test_a_rank_killed_at_rest_is_named_when_asked_next(model_folder: Path, tmp_path: Path) -> None:
+    told: list[TrainerError] = []
+    with closing(Trainer(config_of(model_folder, "lora", 2))) as trainer:
+        trainer.watch(told.append)
+        # While a checkpoint is written training goes on, and it holds what was there when it began.
+        trainer.step(make_batch(0), CROSS_ENTROPY)
+        before = weights(trainer)
+        saving = trainer.begin_save(tmp_path / "c")
+        trainer.step(make_batch(1), CROSS_ENTROPY)
+        saving.result()
+        assert not equal(weights(trainer), before)
+        trainer.load(tmp_path / "c")
+        assert equal(weights(trainer), before)
+        (rank,) = psutil.Process().children()
+        rank.kill()
+        until = time.monotonic() + 15
+        while not told:
+            assert time.monotonic() < until, "nobody noticed"
+            time.sleep(0.01)
+        for ask in (
+            lambda: trainer.step(make_batch(1), RL),
+            lambda: trainer.logprobs((1, 2)),
+            lambda: trainer.save(tmp_path / "d"),
+        ):
+            with pytest.raises(RanksLost, match=r"rank 1 of the trainer died \(signal 9\)") as raised:
+                ask()
+            assert raised.value is told[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+async def test_a_killed_rank_ends_the_server_by_name_and_a_killed_server_leaves_no_rank(model_folder: Path) -> None:
+    config = config_of(model_folder, "lora", 2)
+    command = [sys.executable, "-m", "evergrad.training", "--config-json", config.model_dump_json(), "--die-with-parent"]
+
+    async def start() -> tuple[asyncio.subprocess.Process, TrainerClient, psutil.Process]:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout is not None
+        hello = json.loads(await process.stdout.readline())
+        (rank,) = psutil.Process(process.pid).children()
+        return process, TrainerClient(f"http://127.0.0.1:{hello['port']}"), rank
+
+    (first, client, rank), (second, other, orphan) = await asyncio.gather(start(), start())
+    async with client, other:
+        for each in (client, other):
+            assert (await each.step(make_batch(0), RL))["updated"] == 1
+        big = make_batch(1, groups=60, size=8)
+        doomed = asyncio.create_task(client.step(big, RL))
+        while (await client.health())["operation"] != "step":  # noqa: ASYNC110 (it is another process that begins)
+            await asyncio.sleep(0.01)
+        rank.send_signal(signal.SIGKILL)
+        with pytest.raises(TrainerError, match=r"rank 1 of the trainer died \(signal 9\)"):
+            await doomed
+        assert await first.wait() == 1
+        assert first.stderr is not None
+        assert b"rank 1 of the trainer died (signal 9)" in await first.stderr.read()
+        second.send_signal(signal.SIGKILL)
+        await second.wait()
+    until = time.monotonic() + 15
+    while orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "a rank outlived its leader"
+        await asyncio.sleep(0.05)
+
+
+# -- trainers for all that follows, started once -------------------------------------------------------------------------------
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("lora", 2, 1),
+        ("full", 2, 1),
+        ("full", 4, 2),
+        pytest.param(("full", 2, 2), marks=pytest.mark.slow),
+        pytest.param(("full", 4, 1), marks=pytest.mark.slow),
+        pytest.param(("lora", 4, 1), marks=pytest.mark.slow),
+    ],
+    ids=lambda given: f"{given[0]}-{given[1]}-ranks-tensor-parallel-{given[2]}",
+)
+def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[tuple[Trainer, Trainer]]:
+    """A trainer of one rank and one of several, for all tests of the module: starting ranks takes seconds."""
+    method, ranks, tensor_parallel = request.param
+    before = torch.get_num_threads()
+    one = Trainer(config_of(model_folder, method))
+    with closing(Trainer(config_of(model_folder, method, ranks, tensor_parallel))) as several:
+        yield one, several
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh(pair: tuple[Trainer, Trainer]) -> tuple[Trainer, Trainer]:
+    for trainer in pair:
+        trainer.reset()
+    return pair
 
 
 @pytest.mark.parametrize("name", ["rl", "grpo with a reference", "dpo", "one sample for all ranks", "cross entropy"])
@@ -240,7 +343,8 @@ def test_a_damaged_checkpoint_is_refused_by_all(fresh: tuple[Trainer, Trainer], 
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     before = weights(several)
     part = max((tmp_path / "c").glob("*.safetensors"))
-    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     for trainer in (several, one):
         with pytest.raises(TransferError, match="does not match its checksum"):
             trainer.load(tmp_path / "c")
@@ -249,69 +353,3 @@ def test_a_damaged_checkpoint_is_refused_by_all(fresh: tuple[Trainer, Trainer], 
         with pytest.raises(TransferError, match="is missing"):
             trainer.load(tmp_path / "c")
     assert equal(weights(several), before)
-
-
-def test_what_two_ranks_saved_four_go_on_from(model_folder: Path, tmp_path: Path) -> None:
-    with closing(Trainer(config_of(model_folder, "full", 2))) as two:
-        two.step(make_batch(0), CROSS_ENTROPY)
-        two.save(tmp_path / "c")
-        saved = weights(two)
-        two.step(make_batch(1), CROSS_ENTROPY)
-        expected = weights(two)
-    with closing(Trainer(config_of(model_folder, "full", 4, 2))) as four:
-        four.load(tmp_path / "c")
-        assert equal(weights(four), saved)
-        four.step(make_batch(1), CROSS_ENTROPY)
-        for name, tensor in four.named_weights():
-            torch.testing.assert_close(tensor, expected[name], **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"ranks": 3, "tensor_parallel": 2, "method": "full"}, "choose a divisor of ranks"),
-        ({"ranks": 2, "tensor_parallel": 2}, "method = 'full'"),
-    ],
-)
-def test_ranks_that_cannot_be_split_are_refused_before_they_start(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainerConfig.model_validate({"model": "m", **fields})
-
-
-async def test_a_killed_rank_ends_the_server_by_name_and_a_killed_server_leaves_no_rank(model_folder: Path) -> None:
-    config = config_of(model_folder, "lora", 2)
-    command = [sys.executable, "-m", "evergrad.training", "--config-json", config.model_dump_json(), "--die-with-parent"]
-
-    async def start() -> tuple[asyncio.subprocess.Process, TrainerClient, psutil.Process]:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdout is not None
-        hello = json.loads(await process.stdout.readline())
-        (rank,) = psutil.Process(process.pid).children()
-        return process, TrainerClient(f"http://127.0.0.1:{hello['port']}"), rank
-
-    (first, client, rank), (second, other, orphan) = await asyncio.gather(start(), start())
-    async with client, other:
-        for each in (client, other):
-            assert (await each.step(make_batch(0), RL))["updated"] == 1
-        big = make_batch(1, groups=60, size=8)
-        doomed = asyncio.create_task(client.step(big, RL))
-        while (await client.health())["operation"] != "step":
-            await asyncio.sleep(0.01)
-        rank.send_signal(signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"rank 1 of the trainer died \(signal 9\)"):
-            await doomed
-        assert await first.wait() == 1
-        assert first.stderr is not None
-        assert b"rank 1 of the trainer died (signal 9)" in await first.stderr.read()
-        second.send_signal(signal.SIGKILL)
-        await second.wait()
-    until = time.monotonic() + 15
-    while orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until, "a rank outlived its leader"
-        await asyncio.sleep(0.05)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +87,16 @@ class Ranks:
         """L2 norm of the whole gradient."""
         return float(torch.nn.utils.get_total_norm(gradients))
 
-    def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> None:
-        """Writes ``folder`` whole or not at all; see ``checkpoint.write_checkpoint``."""
+    def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> Future[None]:
+        """Writes ``folder`` whole or not at all; see ``checkpoint.write_checkpoint``.
+
+        On return the checkpoint holds what it holds, and training may go on; the future ends when the folder is there. One
+        process alone is done on return.
+        """
         write_checkpoint(folder, checkpoint)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def read_checkpoint(self, folder: Path | str, parameters: Mapping[str, Tensor]) -> Checkpoint:
         """Reads a checkpoint of any number of ranks; its tensors are whole, or the parts of ``parameters`` that are here."""

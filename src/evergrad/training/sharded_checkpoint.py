@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from evergrad.training.checkpoint import PARTS, Checkpoint, checkpoint_of, parameter_of, tensors_of, write_state
 from evergrad.transfer import TransferError, whole_folder
@@ -29,31 +30,42 @@ if TYPE_CHECKING:
 _CHUNK = 2**24
 
 
-def write_parts(folder: Path | str, checkpoint: Checkpoint, ranks: ShardedRanks) -> None:
+def write_parts(folder: Path | str, checkpoint: Checkpoint, ranks: ShardedRanks) -> Future[None]:
     """Writes ``folder``, replacing an older one in one step; every rank calls it.
 
+    Returns when what is written has been copied aside, so that training can go on; the future of the first rank ends when
+    the folder is there, those of the others when their part is written.
+
     Raises:
-        TransferError: the disk refused one of the ranks; raised on all, and an older checkpoint is untouched.
+        TransferError: the disk refused one of the ranks, at once on all of them or in the future of the first; an older
+            checkpoint is untouched.
     """
     tensors = tensors_of(checkpoint)
     # A tensor without a dimension, such as the optimizer's count of steps, cannot be read in slices, as others are.
     scalars = [name for name, tensor in tensors.items() if tensor.ndim == 0]
     tensors |= {name: tensors[name].reshape(1) for name in scalars}
-    with ExitStack() as stack:
-        partial: Path | None = None
-        with ranks.agreed():
-            if ranks.rank == 0:
-                partial = stack.enter_context(whole_folder(folder))
-        shared = ranks.all_values(partial)[0]
-        assert shared is not None
-        writer = HuggingFaceStorageWriter(str(shared), save_distributed=True)
-        with _reported(folder, "could not write"):
-            save(tensors, storage_writer=writer, process_group=ranks.group)
-        with ranks.agreed():
+    opened = ExitStack()
+    partial: Path | None = None
+    with ranks.agreed():
+        if ranks.rank == 0:
+            partial = opened.enter_context(whole_folder(folder))
+    shared = ranks.all_values(partial)[0]
+    assert shared is not None
+    writer = HuggingFaceStorageWriter(str(shared), save_distributed=True)
+    parts = async_save(tensors, storage_writer=writer, process_group=ranks.storage)
+    assert isinstance(parts, Future)
+
+    def finish() -> None:
+        with opened, _reported(folder, "could not write"):
+            parts.result()  # of the first rank: when the last has written
             if ranks.rank == 0:
                 checksums = {path.name: _checksum(path) for path in sorted(shared.glob("*.safetensors"))}
                 write_state(shared, checkpoint, {"format": PARTS, "scalars": scalars, "xxh3": checksums})
-            stack.close()
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    finished = executor.submit(finish)
+    executor.shutdown(wait=False)
+    return finished
 
 
 def read_parts(
@@ -82,7 +94,7 @@ def read_parts(
         spread = parameter is not None and parameter.shape == size
         tensors[name] = torch.empty_like(parameter, dtype=dtype) if spread else torch.empty(size, dtype=dtype)  # type: ignore[arg-type]
     with _reported(folder, "unreadable checkpoint"):
-        load(tensors, storage_reader=reader, process_group=ranks and ranks.group, no_dist=ranks is None)
+        load(tensors, storage_reader=reader, process_group=ranks and ranks.storage, no_dist=ranks is None)
     tensors |= {name: tensors[name].reshape(()) for name in state["scalars"]}
     return checkpoint_of(state, {name: tensor.detach() for name, tensor in tensors.items()})
 
@@ -97,6 +109,8 @@ def _reported(folder: Path | str, what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise TransferError(f"{what}: rank {rank}: {cause}", where=str(folder)) from error
+    except RuntimeError as error:
+        raise TransferError(f"{what}: the ranks lost one another: {error}", where=str(folder)) from error
 
 
 def _verify(folder: Path, checksums: list[tuple[str, str]]) -> None:

@@ -17,6 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,8 +78,11 @@ class ShardedRanks(Ranks):
         )
         shape = (config.ranks // config.tensor_parallel, config.tensor_parallel)
         self._mesh: DeviceMesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("share", "layer"))
-        # Objects and checkpoints travel apart from gradients, and on CPU also where gradients are on GPUs.
-        self.group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        # Objects travel on the CPU also where gradients are on GPUs. Checkpoints have a group of their own, as they are
+        # written while other operations go on.
+        self.objects: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self.storage: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self._writing: Future[None] | None = None
 
     def device(self, name: str) -> torch.device:
         if name not in ("auto", self._device.type):
@@ -133,7 +137,7 @@ class ShardedRanks(Ranks):
 
     def all_values(self, value: V) -> list[V]:
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=self.objects)
         return values
 
     @contextmanager
@@ -177,14 +181,22 @@ class ShardedRanks(Ranks):
         within = math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
         return within * self.count // mesh.size()
 
-    def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> None:
+    def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> Future[None]:
         from evergrad.training.sharded_checkpoint import write_parts
 
-        write_parts(folder, checkpoint, self)
+        self._finish_writing()
+        self._writing = write_parts(folder, checkpoint, self)
+        return self._writing
+
+    def _finish_writing(self) -> None:
+        """One checkpoint at a time; what became of the last one is told to who asked for it."""
+        if self._writing is not None:
+            wait([self._writing])
 
     def read_checkpoint(self, folder: Path | str, parameters: Mapping[str, Tensor]) -> Checkpoint:
         from evergrad.training.sharded_checkpoint import read_parts
 
+        self._finish_writing()
         with self.agreed():
             state = read_state(folder)
         if state["format"] == PARTS:
@@ -194,6 +206,7 @@ class ShardedRanks(Ranks):
         return checkpoint
 
     def close(self) -> None:
+        self._finish_writing()
         if dist.is_initialized():
             dist.destroy_process_group()
 

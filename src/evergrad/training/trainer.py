@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -323,12 +324,20 @@ class Trainer:
         if odd is not None:
             raise TrainerError(f"'{odd}' is not finite", hint="load the last checkpoint and lower the learning rate")
 
-    @on_all_ranks
     def save(self, folder: Path | str) -> None:
         """Writes all that :meth:`load` needs to go on exactly from here; whole or not at all.
 
         Raises:
             TransferError: the disk refused; what was at ``folder`` is untouched.
+        """
+        self.begin_save(folder).result()
+
+    @on_all_ranks
+    def begin_save(self, folder: Path | str) -> Future[None]:
+        """As :meth:`save`, but several ranks write while training goes on: the future ends when ``folder`` is there.
+
+        Raises:
+            TransferError: as for :meth:`save`, here or in the future.
         """
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         state = {names[id(p)]: dict(values) for p, values in self._optimizer.state.items()}
@@ -341,7 +350,7 @@ class Trainer:
             torch.get_rng_state(),
             dict(reference_tensors(self._lora)),
         )
-        self._ranks.write_checkpoint(folder, checkpoint)
+        return self._ranks.write_checkpoint(folder, checkpoint)
 
     @on_all_ranks
     def load(self, folder: Path | str) -> None:
