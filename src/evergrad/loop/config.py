@@ -199,7 +199,7 @@ class TrainerSettings(Config):
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerSettings:
-        require_ranks(self.ranks, self.tensor_parallel, self.method)
+        require_ranks(self.ranks, self.tensor_parallel)
         return self
 
 

@@ -82,7 +82,7 @@ class TrainerConfig(Config):
     """Processes of this machine that hold the model in parts and share out each batch; with CUDA, one GPU each."""
     tensor_parallel: int = Field(default=1, ge=1)
     """How many of the ranks split every layer's matrices between them and compute the same samples; divides ``ranks`` and the
-    model's heads. Full fine-tuning only."""
+    model's heads."""
     device: str = "auto"
     """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -90,19 +90,17 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerConfig:
-        require_ranks(self.ranks, self.tensor_parallel, self.method)
+        require_ranks(self.ranks, self.tensor_parallel)
         return self
 
 
-def require_ranks(ranks: int, tensor_parallel: int, method: str) -> None:
+def require_ranks(ranks: int, tensor_parallel: int) -> None:
     """
     Raises:
-        ValueError: the ranks cannot be split like that, or the method cannot be split at all.
+        ValueError: the ranks cannot be split like that.
     """
     if ranks % tensor_parallel:
         raise ValueError(f"{ranks} ranks cannot be split by tensor_parallel = {tensor_parallel}; choose a divisor of ranks")
-    if tensor_parallel > 1 and method == "lora":
-        raise ValueError("tensor_parallel splits no LoRA layers; set tensor_parallel = 1, or method = 'full'")
 
 
 def require_model_folder(path: str) -> None:

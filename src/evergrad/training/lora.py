@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evergrad.training.config import LoraConfig, TrainerError
-from evergrad.training.parts import fill, whole
+from evergrad.training.parts import computing, fill, like, whole
 from evergrad.transfer.files import write_safetensors
 
 _PREFIX = "base_model.model."
@@ -52,10 +52,15 @@ class LoraLinear(nn.Module):
         self.reference = whole(self.lora_a).clone(), whole(self.lora_b).clone()
 
     def forward(self, x: Tensor) -> Tensor:
+        weight, bias = computing(self.weight), None if self.bias is None else computing(self.bias)
         if self.as_reference and self.reference is None:
-            return nn.functional.linear(x, self.weight, self.bias)
-        lora_a, lora_b = self.reference if self.as_reference and self.reference is not None else (self.lora_a, self.lora_b)
-        output = _LoraProduct.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, lora_a, lora_b, self.scale)  # type: ignore[no-untyped-call]
+            return nn.functional.linear(x, weight, bias)
+        lora_a, lora_b = self.lora_a, self.lora_b
+        if self.as_reference and self.reference is not None:
+            lora_a, lora_b = like(lora_a, self.reference[0]), like(lora_b, self.reference[1])
+        output = _LoraProduct.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), weight, bias, computing(lora_a), computing(lora_b), self.scale
+        )
         return output.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
 

@@ -22,6 +22,19 @@ def here(tensor: Tensor) -> Tensor:
     return tensor.detach() if local is None else local().detach()
 
 
+def computing(tensor: Tensor) -> Tensor:
+    """As :func:`here`, to compute with: the gradient finds its way back. What is on several ranks of a layer gets a gradient
+    from each, and these add up."""
+    local = getattr(tensor, "to_local", None)
+    if local is None:
+        return tensor
+    from torch.distributed.tensor import Partial
+
+    placements = tensor.placements  # type: ignore[attr-defined]
+    part: Tensor = local(grad_placements=[Partial() if place.is_replicate() else place for place in placements])
+    return part
+
+
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor) -> None:
     """Copies ``values``, which are whole or distributed like ``parameter``, into what is here of ``parameter``."""

@@ -2,16 +2,14 @@
 
 FSDP (fully sharded data parallelism, Zhao et al. 2023, arXiv 2304.11277): each rank holds a part of every parameter, of its
 gradient and of its optimizer state. Before a layer computes, its parameters are gathered from all ranks, and freed after it;
-in the backward pass its gradient is added up over ranks and each keeps its part. Tensor parallelism (Shoeybi et al. 2019,
-arXiv 1909.08053): a group of ranks computes the same samples, each with some of the heads and of the inner width of every
-layer.
+in the backward pass its gradient is added up over ranks and each keeps its part. With tensor parallelism (``tensor_parallel``) a group of ranks computes
+the same samples, each with some of the heads and of the inner width of every layer.
 
 Ranks are numbered data-parallel first: ``rank = share · tensor_parallel + place in the layer``.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import math
 import os
@@ -25,13 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from evergrad.training.checkpoint import PARTS, Checkpoint, read_checkpoint, read_state
 from evergrad.training.config import TrainerConfig, TrainerError
@@ -39,6 +36,7 @@ from evergrad.training.forest import TrainedTokens, deal, grow
 from evergrad.training.model import ScoreForest, score_forest
 from evergrad.training.parts import here
 from evergrad.training.ranks import Ranks, Share
+from evergrad.training.tensor_parallel import split_layers
 from evergrad.transfer.worker import pick_device
 from evergrad.types import EvergradError
 
@@ -46,8 +44,6 @@ V = TypeVar("V")
 
 # Gathering what is both split and sharded takes two steps; torch would rather have one, and says so on every rank.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 
 class ShardedRanks(Ranks):
@@ -96,7 +92,7 @@ class ShardedRanks(Ranks):
             TrainerError: its layers cannot be split by ``tensor_parallel``.
         """
         if self._config.tensor_parallel > 1:
-            _split_layers(model, self._mesh["layer"])
+            split_layers(model, self._mesh["layer"])
         layers = set(model._no_split_modules or ())
         for module in list(model.modules()):
             if type(module).__name__ in layers:
@@ -219,32 +215,3 @@ def distribute_like(parameter: Tensor, values: Tensor) -> Tensor:
     part = values[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     part = part.to(parameter.to_local().device).contiguous()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=values.shape, stride=values.stride())
-
-
-def _split_layers(model: Any, mesh: DeviceMesh) -> None:
-    """Tensor parallelism as the model's own configuration lays it out."""
-    config = model.config.get_text_config()
-    # Of the layers alone: what is outside of them is sharded, and log-probabilities want the whole of the head.
-    whole_plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    plan = {pattern: style for pattern, style in whole_plan.items() if pattern.startswith("layers.")}
-    strange = sorted(set(plan.values()) - set(_STYLES))
-    if not plan or strange:
-        reason = f"it needs {', '.join(strange)}" if strange else "it says nothing about how"
-        raise TrainerError(
-            f"{type(model).__name__} cannot be split by tensor_parallel: {reason}", hint="set tensor_parallel = 1"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % mesh.size():
-            raise TrainerError(
-                f"tensor_parallel = {mesh.size()} does not divide the model's {name} = {getattr(config, name)}",
-                hint="choose a divisor of both numbers of heads and of the inner width",
-            )
-    decoder: nn.Module = getattr(model, model.base_model_prefix)
-    styles = {
-        name: _STYLES[style]()
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.Linear)
-        for pattern, style in plan.items()
-        if fnmatch.fnmatchcase(name, pattern)
-    }
-    parallelize_module(decoder, mesh, styles)
