@@ -89,6 +89,7 @@ def gradient(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
 # -- trainers of their own; first, as a process has one group of ranks at a time ---------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_two_ranks_saved_four_go_on_from(model_folder: Path, tmp_path: Path) -> None:
     with closing(Trainer(config_of(model_folder, "full", 2))) as two:
         two.step(make_batch(0), CROSS_ENTROPY)

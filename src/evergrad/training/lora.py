@@ -55,7 +55,8 @@ class LoraLinear(nn.Module):
         weight, bias = computing(self.weight), None if self.bias is None else computing(self.bias)
         if self.as_reference and self.reference is None:
             return nn.functional.linear(x, weight, bias)
-        lora_a, lora_b = self.lora_a, self.lora_b
+        lora_a: Tensor = self.lora_a
+        lora_b: Tensor = self.lora_b
         if self.as_reference and self.reference is not None:
             lora_a, lora_b = like(lora_a, self.reference[0]), like(lora_b, self.reference[1])
         output = _LoraProduct.apply(  # type: ignore[no-untyped-call]

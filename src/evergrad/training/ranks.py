@@ -63,6 +63,11 @@ class Ranks:
         """The device that the configuration calls ``name``, for this rank."""
         return pick_device(name)
 
+    @property
+    def load_device(self) -> torch.device | None:
+        """Where the whole model is loaded and checked before :meth:`place`, as no GPU may have room for it; None: there."""
+        return None
+
     def place(self, model: Any) -> ScoreForest:
         """Puts this rank's part of the model where it belongs; returns what scores a forest with it."""
         return functools.partial(score_forest, model)

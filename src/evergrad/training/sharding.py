@@ -2,10 +2,10 @@
 
 FSDP (fully sharded data parallelism, Zhao et al. 2023, arXiv 2304.11277): each rank holds a part of every parameter, of its
 gradient and of its optimizer state. Before a layer computes, its parameters are gathered from all ranks, and freed after it;
-in the backward pass its gradient is added up over ranks and each keeps its part. With tensor parallelism (``tensor_parallel``) a group of ranks computes
-the same samples, each with some of the heads and of the inner width of every layer.
+in the backward pass its gradient is added up over ranks and each keeps its part. With tensor parallelism a group of ranks
+computes the same samples, each with some of the heads and of the inner width of every layer.
 
-Ranks are numbered data-parallel first: ``rank = share · tensor_parallel + place in the layer``.
+Ranks are numbered by their share of the batch first: ``rank = share · tensor_parallel + place in the layer``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class ShardedRanks(Ranks):
         self.objects: dist.ProcessGroup = dist.new_group(backend="gloo")
         self.storage: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._writing: Future[None] | None = None
+
+    @property
+    def load_device(self) -> torch.device:
+        return torch.device("cpu")
 
     def device(self, name: str) -> torch.device:
         if name not in ("auto", self._device.type):

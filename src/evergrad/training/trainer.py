@@ -86,7 +86,8 @@ class Trainer:
         self._device = self._ranks.device(config.device)
         dtype = getattr(torch, config.dtype)
         master = torch.promote_types(dtype, torch.float32)
-        self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, self._device)
+        loaded = self._ranks.load_device or self._device
+        self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, loaded)
         check_faithful(self._model, config.model)
         self._lora: dict[str, LoraLinear] = {}
         if config.method == "lora":
