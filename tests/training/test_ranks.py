@@ -103,6 +103,12 @@ def test_what_two_ranks_saved_four_go_on_from(model_folder: Path, tmp_path: Path
         four.step(make_batch(1), CROSS_ENTROPY)
         for name, tensor in four.named_weights():
             torch.testing.assert_close(tensor, expected[name], **CLOSE)
+        # What goes wrong on the first rank alone leaves the others waiting: they end, and it says so.
+        four._score = None  # type: ignore[assignment]
+        for _ in range(2):
+            with pytest.raises(RanksLost, match="rank 0 failed: TypeError"):
+                four.step(make_batch(1), CROSS_ENTROPY)
+        assert not [rank for rank in psutil.Process().children() if rank.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_ranks_that_cannot_be_split_are_refused_before_they_start() -> None:

@@ -6,6 +6,7 @@ the ranks would no longer agree.
 
 from __future__ import annotations
 
+import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -16,6 +17,7 @@ from evergrad.types import EvergradError
 def main() -> int:
     """Follows until the leader hangs up; returns the exit code."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the leader, which then ends its followers in order
     connection = Connection(int(sys.argv[1]))
     config, rank, meeting_place = connection.recv()
     from transformers.utils import logging

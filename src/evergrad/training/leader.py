@@ -36,6 +36,7 @@ _GRACE_S = 10.0
 _CAUSE_S = 2.0
 """How long to wait for the exit code of a rank whose connection broke."""
 _STOP_S = 5.0
+_STDERR = 2
 
 
 class Leader(ShardedRanks):
@@ -69,7 +70,7 @@ class Leader(ShardedRanks):
             process = subprocess.Popen(
                 [sys.executable, "-m", "evergrad.training.follower", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),
+                stdout=_STDERR,
                 pass_fds=[theirs.fileno()],
             )
         connection = Connection(ours.detach())
@@ -108,15 +109,18 @@ class Leader(ShardedRanks):
         self._depth += 1
         try:
             yield
+            self._expect(None)
+        except RanksLost:
+            raise
         except EvergradError as error:
-            if not isinstance(error, RanksLost):
-                self._expect(error)
+            self._expect(error)
             raise
         except Exception as error:
-            # What the followers wait for will not come.
+            # What the followers wait for will not come; or they are the reason.
             raise self._lose(f"rank 0 failed: {error!r}") from error
-        else:
-            self._expect(None)
+        except BaseException:
+            self._lose("rank 0 was interrupted", wait_s=0.0)
+            raise
         finally:
             self._depth -= 1
             self._at_rest.set()
@@ -158,10 +162,10 @@ class Leader(ShardedRanks):
         print(f"error: {_cause({rank: code})}, and what was under way did not end", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _lose(self, cause: str) -> RanksLost:
+    def _lose(self, cause: str, wait_s: float = _CAUSE_S) -> RanksLost:
         """Ends the ranks that are left; returns what is to be raised now and whenever the trainer is asked again."""
         # A broken connection is the first sign of a death; the exit code says more, a moment later.
-        deadline = time.monotonic() + _CAUSE_S
+        deadline = time.monotonic() + wait_s
         while not (deaths := self._exit_codes()) and time.monotonic() < deadline:
             time.sleep(0.01)
         with self._lock:
@@ -181,6 +185,7 @@ class Leader(ShardedRanks):
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def close(self) -> None:
+        self._finish_writing()
         with self._lock:
             self._closing = True
         for process, connection in self._followers:

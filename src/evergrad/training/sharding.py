@@ -49,6 +49,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 class ShardedRanks(Ranks):
     """One of ``config.ranks`` processes of this machine. All of them must make it, and then do the same in the same order."""
 
+    _writing: Future[None] | None = None
+
     def __init__(self, config: TrainerConfig, rank: int, meeting_place: Path) -> None:
         """
         Args:
@@ -78,7 +80,6 @@ class ShardedRanks(Ranks):
         # written while other operations go on.
         self.objects: dist.ProcessGroup = dist.new_group(backend="gloo")
         self.storage: dist.ProcessGroup = dist.new_group(backend="gloo")
-        self._writing: Future[None] | None = None
 
     @property
     def load_device(self) -> torch.device:
