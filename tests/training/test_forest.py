@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.training import attention
-from evergrad.training.forest import Forest, TrainedTokens, plant
+from evergrad.training.forest import Forest, TrainedTokens, deal, grow, plant
 from evergrad.types import TrainingSample
 from tests.training.conftest import make_sample
 
@@ -133,3 +133,39 @@ def test_the_cut_does_not_depend_on_the_order_of_samples(order: int) -> None:
     items = [TrainedTokens(sample, np.arange(2, 5), 3) for sample in samples][::order]
     cut = plant(items, 7)
     assert [forest.token_ids.tolist() for forest in cut] == [forest.token_ids.tolist() for forest in plant(items[::-1], 7)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(trained(), st.integers(1, 30), st.integers(1, 4), st.booleans())
+def test_samples_are_dealt_once_evenly_and_in_as_few_turns_as_one_would_take(
+    items: list[TrainedTokens], size: int, count: int, keep_groups: bool
+) -> None:
+    items = [
+        dataclasses.replace(item, sample=dataclasses.replace(item.sample, group_id=f"g{number // 2}"))
+        for number, item in enumerate(items)
+    ]
+    alone = plant(items, size, keep_groups=keep_groups)
+    shares = deal(items, size, count, keep_groups=keep_groups)
+    assert len(shares) == count
+    dealt = [item for share in shares for part in share for item in part]
+    assert sorted(map(id, dealt)) == sorted(map(id, items))
+    # Nobody waits for longer than one turn, and there are no more turns than it takes.
+    turns = [len(share) for share in shares]
+    assert max(turns) - min(turns) <= 1
+    assert max(turns) <= -(-len(alone) // count)
+    groups = [{item.sample.group_id for item in part} for share in shares for part in share]
+    if keep_groups:
+        assert sum(map(len, groups)) == len(set().union(*groups))
+    for share in shares:
+        for part in share:
+            forest = grow(part)
+            whole = {item.sample.group_id for item in part} if keep_groups else {id(item) for item in part}
+            assert forest.num_nodes <= size or len(whole) == 1
+
+
+def test_shares_are_about_equal() -> None:
+    groups = [[make_sample([g, g, g, g], [g, member, 1, 2]) for member in range(4)] for g in range(10, 26)]
+    items = [TrainedTokens(sample, np.arange(4, 8), 4) for group in groups for sample in group]
+    for count in (2, 3, 4):
+        sizes = [sum(grow(part).num_nodes for part in share) for share in deal(items, 64, count)]
+        assert max(sizes) <= 1.2 * sum(sizes) / count, sizes

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
-from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig
+from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig, require_ranks
 from evergrad.training.sinks import SinkConfig
 
 
@@ -242,6 +242,15 @@ class TrainerSettings(Config):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     micro_batch_tokens: int = Field(1024, ge=16)
+    ranks: int = Field(1, ge=1)
+    """Processes that hold the model in parts (FSDP) and share out each batch; with CUDA, one GPU each."""
+    tensor_parallel: int = Field(1, ge=1)
+    """How many of the ranks split every layer between them; divides ``ranks`` and the model's heads."""
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> TrainerSettings:
+        require_ranks(self.ranks, self.tensor_parallel)
+        return self
 
 
 class PlacementConfig(Config):
@@ -300,6 +309,10 @@ class RunConfig(Config):
             raise ValueError(
                 f"advantage '{asks[0]}' takes a critic's values, and there is none; add a [critic] table, "
                 "or set rl.advantage = 'reinforce_pp'"
+            )
+        if self.critic is not None and self.trainer.ranks > 1:
+            raise ValueError(
+                "[critic] is not shared out over ranks yet; set trainer.ranks = 1, or rl.advantage = 'reinforce_pp'"
             )
         if self.critic is not None and not asks:
             raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")

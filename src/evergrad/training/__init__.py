@@ -16,6 +16,7 @@ from evergrad.training.config import (
     TrainerConfig,
     TrainerError,
     UpdatesConfig,
+    require_ranks,
 )
 from evergrad.training.schedule import ScheduleConfig
 
@@ -29,4 +30,5 @@ __all__ = [
     "TrainerConfig",
     "TrainerError",
     "UpdatesConfig",
+    "require_ranks",
 ]

@@ -67,8 +67,13 @@ class TrainerClient:
         return await self._send("POST", "/publish", {"policy_version": policy_version})
 
     async def save(self, folder: str) -> dict[str, Any]:
-        """Writes a checkpoint, whole or not at all; returns ``updates`` and ``policy_version``."""
-        return await self._send("POST", "/save", {"folder": folder})
+        """Writes a checkpoint, whole or not at all; returns its ``updates`` and ``policy_version`` when it is there.
+
+        A trainer of several ranks writes while it goes on with what is asked of it meanwhile.
+        """
+        state = await self._send("POST", "/save", {"folder": folder})
+        await self._send("GET", "/saved", params={"folder": folder})
+        return state
 
     async def load(self, folder: str) -> dict[str, Any]:
         """Goes on from a checkpoint; returns ``updates`` and ``policy_version``."""
@@ -118,7 +123,7 @@ class TrainerClient:
         # Not httpx's own encoder, which refuses NaN: at masked positions it is legal, and means nothing.
         content = None if body is None else json.dumps(body).encode()
         # Two requests under way are two connections, and the smaller would arrive first. The lock is first come, first served.
-        order = self._in_order if path != "/health" else contextlib.nullcontext()
+        order = self._in_order if path not in ("/health", "/saved") else contextlib.nullcontext()
         try:
             async with order:
                 response = await self._http.request(method, where, content=content, **options)

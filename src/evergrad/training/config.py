@@ -110,11 +110,35 @@ class TrainerConfig(Config):
     seed: int = 0
     """Of the first weights of a LoRA and a critic."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; torch's choice when absent."""
+    """CPU threads of the whole trainer, shared out over its ranks; torch's choice when absent."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes of this machine that hold the model in parts and share out each batch; with CUDA, one GPU each."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """How many of the ranks split every layer's matrices between them and compute the same samples; divides ``ranks`` and the
+    model's heads."""
     device: str = "auto"
     """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the frozen base; what is trained, and its optimizer state, is never narrower than float32."""
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> TrainerConfig:
+        require_ranks(self.ranks, self.tensor_parallel)
+        if self.critic is not None and self.ranks > 1:
+            raise ValueError(
+                "a critic's gradient is not added up over ranks yet; set ranks = 1, or use advantages that need none, such as "
+                "'reinforce_pp'"
+            )
+        return self
+
+
+def require_ranks(ranks: int, tensor_parallel: int) -> None:
+    """
+    Raises:
+        ValueError: the ranks cannot be split like that.
+    """
+    if ranks % tensor_parallel:
+        raise ValueError(f"{ranks} ranks cannot be split by tensor_parallel = {tensor_parallel}; choose a divisor of ranks")
 
 
 def require_model_folder(path: str) -> None:

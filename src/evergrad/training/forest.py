@@ -104,22 +104,75 @@ def plant(trained: Sequence[TrainedTokens], max_nodes: int, *, keep: Together | 
         max_nodes: Distinct tokens of one forest.
         keep: What is never cut: the samples of one ``group_id``, or of one rollout.
     """
-    forests: list[Forest] = []
-    growing: list[TrainedTokens] = []
-    num_nodes = 0
-    previous: IntArray | None = None
-    for block in _blocks(trained, keep):
-        new, last = _new_nodes(block, previous)
-        if growing and num_nodes + new > max_nodes:
-            forests.append(_grow(sorted(growing, key=_order)))
-            growing, num_nodes = [], 0
-            new, last = _new_nodes(block, None)
-        growing.extend(block)
-        num_nodes += new
-        previous = last
-    if growing:
-        forests.append(_grow(sorted(growing, key=_order)))
-    return forests
+    row = _Row.of(trained, keep)
+    return [grow(row.items(part)) for part in row.cut(max_nodes)]
+
+
+def deal(
+    trained: Sequence[TrainedTokens], max_nodes: int, num_shares: int, *, keep: Together | None = None
+) -> list[list[list[TrainedTokens]]]:
+    """Deals samples into ``num_shares`` shares of micro-batches; :func:`grow` makes a forest of each.
+
+    The micro-batches are the fewest that give every share equally many, and as even as cuts in tree order can be: no
+    contiguous cut into as many parts has a smaller largest part. They are handed out by size, so that the ones computed at
+    the same time, the first of every share, the second, …, are about equally large; a share may lack its last.
+
+    Args:
+        trained: As for :func:`plant`, as are ``max_nodes`` and ``keep``.
+        num_shares: Ranks that compute at the same time.
+    """
+    row = _Row.of(trained, keep)
+    wanted = -(-len(row.cut(max_nodes)) // num_shares) * num_shares
+    low, high = 1, max_nodes
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(row.cut(middle)) <= wanted else (middle + 1, high)
+    parts = sorted(row.cut(high), key=lambda part: (-row.num_nodes(part), part.start))
+    shares: list[list[list[TrainedTokens]]] = [[] for _ in range(num_shares)]
+    for number, part in enumerate(parts):
+        turn, place = divmod(number, num_shares)
+        # Back and forth, so that no share has the largest of every turn.
+        shares[place if turn % 2 == 0 else num_shares - 1 - place].append(row.items(part))
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What must not be cut, in tree order, and how many nodes each block adds: at the start of a forest, or after another."""
+
+    blocks: list[list[TrainedTokens]]
+    alone: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, trained: Sequence[TrainedTokens], keep: Together | None) -> _Row:
+        blocks = _blocks(trained, keep)
+        alone, after = [], []
+        previous: IntArray | None = None
+        for block in blocks:
+            alone.append(_new_nodes(block, None)[0])
+            new, previous = _new_nodes(block, previous)
+            after.append(new)
+        return cls(blocks, alone, after)
+
+    def cut(self, max_nodes: int) -> list[range]:
+        """Blocks of each forest: as many as fit, one at least."""
+        parts: list[range] = []
+        start = num_nodes = 0
+        for number in range(len(self.blocks)):
+            if number > start and num_nodes + self.after[number] > max_nodes:
+                parts.append(range(start, number))
+                start, num_nodes = number, 0
+            num_nodes += self.after[number] if number > start else self.alone[number]
+        if self.blocks:
+            parts.append(range(start, len(self.blocks)))
+        return parts
+
+    def num_nodes(self, part: range) -> int:
+        return self.alone[part.start] + sum(self.after[part.start + 1 : part.stop])
+
+    def items(self, part: range) -> list[TrainedTokens]:
+        return sorted((item for number in part for item in self.blocks[number]), key=_order)
 
 
 def _blocks(trained: Sequence[TrainedTokens], keep: Together | None) -> list[list[TrainedTokens]]:
@@ -157,7 +210,8 @@ def _common_prefix(left: IntArray, right: IntArray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _grow(items: Sequence[TrainedTokens]) -> Forest:
+def grow(items: Sequence[TrainedTokens]) -> Forest:
+    """One forest of samples in tree order, as :func:`deal` gives them."""
     token_ids: list[int] = []
     depths: list[int] = []
     ends: list[int] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evergrad.training.config import LoraConfig, TrainerError
+from evergrad.training.parts import computing, fill, like, whole
 from evergrad.transfer.files import write_safetensors
 
 _PREFIX = "base_model.model."
@@ -42,19 +43,25 @@ class LoraLinear(nn.Module):
     def reset(self, generator: torch.Generator) -> None:
         """Back to the start; the next draws of ``generator``, a CPU one, decide A, so a seed means the same everywhere."""
         bound = 1.0 / math.sqrt(self.lora_a.shape[1])
-        self.lora_a.copy_(torch.empty(self.lora_a.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator))
+        fill(self.lora_a, torch.empty(self.lora_a.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator))
         self.lora_b.zero_()
         self.reference = None
 
     def freeze(self) -> None:
         """Makes the adapter, as it is now, the reference."""
-        self.reference = self.lora_a.detach().clone(), self.lora_b.detach().clone()
+        self.reference = whole(self.lora_a).clone(), whole(self.lora_b).clone()
 
     def forward(self, x: Tensor) -> Tensor:
+        weight, bias = computing(self.weight), None if self.bias is None else computing(self.bias)
         if self.as_reference and self.reference is None:
-            return nn.functional.linear(x, self.weight, self.bias)
-        lora_a, lora_b = self.reference if self.as_reference and self.reference is not None else (self.lora_a, self.lora_b)
-        output = _LoraProduct.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, lora_a, lora_b, self.scale)  # type: ignore[no-untyped-call]
+            return nn.functional.linear(x, weight, bias)
+        lora_a: Tensor = self.lora_a
+        lora_b: Tensor = self.lora_b
+        if self.as_reference and self.reference is not None:
+            lora_a, lora_b = like(lora_a, self.reference[0]), like(lora_b, self.reference[1])
+        output = _LoraProduct.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), weight, bias, computing(lora_a), computing(lora_b), self.scale
+        )
         return output.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
 
@@ -140,11 +147,11 @@ def as_reference(layers: Mapping[str, LoraLinear]) -> Iterator[None]:
             layer.as_reference = False
 
 
-def adapter_tensors(layers: Mapping[str, LoraLinear]) -> Iterator[tuple[str, Tensor]]:
-    """The adapter under PEFT's names."""
-    for name, layer in layers.items():
-        yield f"{_PREFIX}{name}.lora_A.weight", layer.lora_a.detach()
-        yield f"{_PREFIX}{name}.lora_B.weight", layer.lora_b.detach()
+def adapter_names(layers: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The adapter's names in PEFT, and those of the same parameters here."""
+    for name in layers:
+        yield f"{_PREFIX}{name}.lora_A.weight", f"{name}.lora_a"
+        yield f"{_PREFIX}{name}.lora_B.weight", f"{name}.lora_b"
 
 
 def reference_tensors(layers: Mapping[str, LoraLinear]) -> Iterator[tuple[str, Tensor]]:
@@ -170,7 +177,8 @@ def load_adapter_tensors(layers: Mapping[str, LoraLinear], config: Mapping[str, 
     Raises:
         TrainerError: names, shapes or scale differ.
     """
-    own = dict(adapter_tensors(layers))
+    parameters = {f"{name}.{part}": getattr(layer, part) for name, layer in layers.items() for part in ("lora_a", "lora_b")}
+    own = {name: parameters[here] for name, here in adapter_names(layers)}
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())
         raise TrainerError(
@@ -184,12 +192,13 @@ def load_adapter_tensors(layers: Mapping[str, LoraLinear], config: Mapping[str, 
     scale = float(config["lora_alpha"]) / float(config["r"])
     if any(layer.scale != scale for layer in layers.values()):
         raise TrainerError(f"the adapter's alpha/rank is {scale}", hint="use the same lora.alpha")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+    for name, tensor in tensors.items():
+        fill(own[name], tensor)
 
 
-def write_adapter(folder: Path, layers: Mapping[str, LoraLinear], config: LoraConfig, base_model: str) -> None:
+def write_adapter(
+    folder: Path, layers: Collection[str], parameter: Callable[[str], Tensor], config: LoraConfig, base_model: str
+) -> None:
     """Writes ``adapter_config.json`` and ``adapter_model.safetensors`` as PEFT reads them. Call inside ``whole_folder``."""
     settings = {
         "peft_type": "LORA",
@@ -203,4 +212,5 @@ def write_adapter(folder: Path, layers: Mapping[str, LoraLinear], config: LoraCo
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    write_safetensors(folder / "adapter_model.safetensors", adapter_tensors(layers))
+    tensors = ((name, parameter(here)) for name, here in adapter_names(layers))
+    write_safetensors(folder / "adapter_model.safetensors", tensors)

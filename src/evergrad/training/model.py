@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,23 @@ _CHECK_TOKENS = 24
 _CHECK_TOLERANCE = 1e-3
 
 
+class Scores(NamedTuple):
+    """What one forward pass says of a forest; in float32 or wider."""
+
+    logprobs: Tensor
+    """[T] of every trained token."""
+    entropies: Tensor | None
+    """[T] of the distribution that it was drawn from, on demand."""
+    states: Tensor
+    """[R, width] hidden states that tokens are predicted from."""
+
+
+class ScoreForest(Protocol):
+    """:func:`score_forest` of one model, wherever its weights are."""
+
+    def __call__(self, forest: Forest, *, entropies: bool = False) -> Scores: ...
+
+
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Loads a local Hugging Face folder, ready for :func:`score_forest`.
 
@@ -33,17 +51,6 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     except Exception as error:  # transformers raises many kinds for a bad folder
         raise TrainerError(f"the model does not load: {error}", where=path) from error
     return model.to(device).eval()
-
-
-class Scores(NamedTuple):
-    """What one forward pass says of a forest; in float32 or wider."""
-
-    logprobs: Tensor
-    """[T] of every trained token."""
-    entropies: Tensor | None
-    """[T] of the distribution that it was drawn from, on demand."""
-    states: Tensor
-    """[R, width] hidden states that tokens are predicted from."""
 
 
 def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> Scores:
@@ -77,13 +84,13 @@ def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> Scor
 
 
 @torch.no_grad()
-def sequence_logprobs(model: Any, token_ids: tuple[int, ...], temperature: float = 1.0) -> list[float]:
+def sequence_logprobs(score: ScoreForest, token_ids: tuple[int, ...], temperature: float = 1.0) -> list[float]:
     """Log-probability of each token but the first, given those before it: ``len(token_ids) - 1`` numbers."""
     count = len(token_ids)
     zeros = (0.0,) * count
     sample = TrainingSample(token_ids, (0, *(1,) * (count - 1)), zeros, zeros, 0, 0, temperature)
     (forest,) = plant([TrainedTokens(sample, np.arange(1, count), count - 1)], count)
-    values: list[float] = score_forest(model, forest)[0].tolist()
+    values: list[float] = score(forest)[0].tolist()
     return values
 
 
@@ -98,7 +105,7 @@ def check_faithful(model: Any, path: str) -> None:
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(model.config.get_text_config().vocab_size, (_CHECK_TOKENS,), generator=generator)
     try:
-        ours = torch.tensor(sequence_logprobs(model, tuple(token_ids.tolist())))
+        ours = torch.tensor(sequence_logprobs(partial(score_forest, model), tuple(token_ids.tolist())))
     except (NotImplementedError, TypeError, AttributeError) as error:
         raise TrainerError(f"this architecture cannot be trained here: {error}", where=path) from error
     model.set_attn_implementation("eager")

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from evergrad.config import Config, ConfigError, nearest, parse_config
+from evergrad.training.config import TrainerError
 from evergrad.training.trainer import Trainer
 from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, ScoreBody, StepBody, ValuesBody
 from evergrad.transfer import SlotPublisher
@@ -33,6 +34,7 @@ class TrainerService:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._publisher: SlotPublisher | None = None
+        self._saves: dict[str, Future[None]] = {}
 
     def step(self, body: StepBody) -> dict[str, Any]:
         return self.trainer.step(body.batch.noun(), body.loss, body.lr, body.updates)
@@ -54,8 +56,19 @@ class TrainerService:
         return manifest.as_dict()
 
     def save(self, body: FolderBody) -> dict[str, Any]:
-        self.trainer.save(body.folder)
+        """Begins to write; :meth:`saved` says when the folder is there."""
+        self._saves[body.folder] = self.trainer.begin_save(body.folder)
         return self.state()
+
+    def saved(self, folder: str) -> Future[None]:
+        """Of the last save to ``folder``. May be asked from any thread.
+
+        Raises:
+            TrainerError: nothing has been saved there.
+        """
+        if folder not in self._saves:
+            raise TrainerError("nothing has been saved there", where=folder)
+        return self._saves[folder]
 
     def load(self, body: FolderBody) -> dict[str, Any]:
         self.trainer.load(body.folder)
@@ -159,6 +172,12 @@ def trainer_app(service: TrainerService, token: str | None, on_ready: Callable[[
     @app.get("/descriptor")
     async def descriptor() -> JSONResponse:
         return await on_worker("descriptor", service.descriptor)
+
+    @app.get("/saved")
+    async def saved(folder: str) -> dict[str, Any]:
+        # Beside the worker thread: a step that was asked for meanwhile does not wait for the disk.
+        await asyncio.shield(asyncio.wrap_future(service.saved(folder)))
+        return {}
 
     routes: dict[str, tuple[type[Any], Callable[[Any], dict[str, Any]]]] = {
         "step": (StepBody, service.step),

@@ -7,12 +7,15 @@ The walk of one step::
       ──backward──▶ gradients add up ──optim_step──▶ clip, AdamW
 
 Several updates on a batch repeat it per mini-batch, with the policy before the first of them scored once.
+Over several ranks each computes its share of the forests with the whole of one layer at a time, and the gradients add up over
+ranks, too. What differs is behind :class:`~evergrad.training.ranks.Ranks`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evergrad.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from evergrad.training.checkpoint import Checkpoint
 from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
 from evergrad.training.critic import Critic
-from evergrad.training.forest import Forest, TrainedTokens, plant
+from evergrad.training.forest import FloatArray, Forest, TrainedTokens
 from evergrad.training.lora import (
     LoraLinear,
     add_lora,
@@ -36,12 +39,13 @@ from evergrad.training.lora import (
 )
 from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.meter import Meter
-from evergrad.training.model import check_faithful, load_model, score_forest, sequence_logprobs
+from evergrad.training.model import check_faithful, load_model, sequence_logprobs
+from evergrad.training.parts import fill, here, like, whole
+from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
-from evergrad.transfer.worker import pick_device
 from evergrad.types import TrainingBatch, TrainingSample
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -52,33 +56,57 @@ class Trainer:
     """Owns the model that learns, its optimizer, and its place in the run.
 
     Sets torch's number of threads when the configuration names one. The same batches in the same order from the same
-    checkpoint give the same weights bit for bit on one machine with one number of threads.
+    checkpoint give the same weights bit for bit on one machine with one number of threads and ranks.
+
+    With ``config.ranks`` above 1 this process is the first rank: it starts the others, which do what is asked of it, and
+    :meth:`close` ends them. Make it on a thread that lives as long. When a rank dies, what is under way and whatever is asked
+    later raises :class:`~evergrad.training.ranks.RanksLost`; the last checkpoint is what is left.
     """
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         """
+        Args:
+            config: The same on every rank.
+            ranks: Where this process stands; only a rank that another started says so itself.
+
         Raises:
             TrainerError: the model does not load, is of an architecture that is not computed exactly, or a LoRA target
-                matches nothing.
+                matches nothing; the other ranks do not start, or cannot split the model.
         """
         self.config = config
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        self._device = pick_device(config.device)
-        dtype = getattr(torch, config.dtype)
-        master = torch.promote_types(dtype, torch.float32)
-        self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, self._device)
-        check_faithful(self._model, config.model)
-        self._lora: dict[str, LoraLinear] = {}
-        if config.method == "lora":
-            self._lora = self._add_lora(master)
-        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        self._optimizer = self._fresh_optimizer()
-        self._critic = self._fresh_critic()
+        self._ranks = start_ranks(config) if ranks is None else ranks
+        with self._ranks.starting():
+            self._build()
         self.updates = 0
         """Optimizer updates that were applied since the start or the last :meth:`reset`."""
         self.policy_version = 0
         """Of the weights that were published last."""
+
+    def _build(self) -> None:
+        config = self.config
+        if config.threads is not None:
+            torch.set_num_threads(max(1, config.threads // config.ranks))
+        self._device = self._ranks.device(config.device)
+        dtype = getattr(torch, config.dtype)
+        master = torch.promote_types(dtype, torch.float32)
+        loaded = self._ranks.load_device or self._device
+        self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, loaded)
+        check_faithful(self._model, config.model)
+        self._lora: dict[str, LoraLinear] = {}
+        if config.method == "lora":
+            self._lora = self._add_lora(master)
+        self._score = self._ranks.place(self._model)
+        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._optimizer = self._fresh_optimizer()
+        self._critic = self._fresh_critic()
+
+    def close(self) -> None:
+        """Ends the other ranks; the trainer must not be used afterwards. Does nothing when there are none."""
+        self._ranks.close()
+
+    def watch(self, on_loss: Callable[[RanksLost], None]) -> None:
+        """Calls ``on_loss`` once, from another thread, when a rank has died."""
+        self._ranks.watch(on_loss)
 
     def _add_lora(self, dtype: torch.dtype) -> dict[str, LoraLinear]:
         head = self._model.get_output_embeddings()
@@ -97,7 +125,7 @@ class Trainer:
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         settings = self.config.optimizer
         return torch.optim.AdamW(
-            self._parameters.values(),
+            [{"params": group} for group in self._ranks.parameter_groups(self._parameters.values())],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -105,6 +133,7 @@ class Trainer:
             fused=True,
         )
 
+    @on_all_ranks
     def step(
         self, batch: TrainingBatch, loss: LossConfig, lr: float | None = None, updates: UpdatesConfig | None = None
     ) -> dict[str, float]:
@@ -140,14 +169,16 @@ class Trainer:
         trained = self._trained(batch, rule)  # the whole batch, before the first update changes anything
         if not rule.needs_proximal or any(sample.proximal_logprobs is not None for sample in batch.samples):
             return list(parts)
-        scored = self._read_off(trained, lambda forest: [score_forest(self._model, forest).logprobs])
+        scored = self._read_off(trained, lambda forest: [self._score(forest).logprobs])
         return [with_proximal(part, {key: row for key, (row,) in scored.items()}) for part in parts]
 
+    @on_all_ranks
     def forward_backward(self, batch: TrainingBatch, loss: LossConfig) -> dict[str, float]:
         """Adds the gradient of the batch's loss to what is there, without moving the weights.
 
         The loss divides by what the whole batch holds (see the loss), so the gradient is the same however the batch is cut
-        into micro-batches. To cut it into several calls, give each ``num_valid_tokens`` and ``num_rollouts`` of the whole.
+        into micro-batches and dealt over ranks. To cut it into several calls, give each ``num_valid_tokens`` and
+        ``num_rollouts`` of the whole.
 
         Metrics: ``loss``; ``sampled_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
@@ -163,11 +194,13 @@ class Trainer:
         rule = loss.build()
         trained = self._trained(batch, rule)
         totals = totals_of(batch, rule)
-        forests = plant(trained, self.config.micro_batch_tokens, keep=kept_together(rule))
+        share = self._ranks.share(trained, self.config.micro_batch_tokens, keep=kept_together(rule))
         meter = Meter(batch, rule)
-        for forest in forests:
+        for forest in share.forests:
             self._backward(forest, rule, totals, meter)
-        return meter.metrics(forests)
+        for forest in share.idle:
+            self._pass_idly(forest, rule)
+        return meter.metrics(self._ranks.everyones(meter.sums))
 
     def _trained(self, batch: TrainingBatch, rule: Loss) -> list[TrainedTokens]:
         has_critic = self._critic is not None
@@ -178,7 +211,7 @@ class Trainer:
 
     def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
         reference = self._reference(forest) if rule.needs_reference else None
-        logprobs, entropies, states = score_forest(self._model, forest, entropies=rule.needs_entropy)
+        logprobs, entropies, states = self._score(forest, entropies=rule.needs_entropy)
 
         def column(field: str) -> Tensor:
             return torch.from_numpy(forest.column(field)).to(logprobs)
@@ -197,10 +230,17 @@ class Trainer:
         )
         loss = rule.total(tokens, totals)
         loss.backward()  # type: ignore[no-untyped-call]
-        meter.add(loss, tokens)
+        meter.add(loss, tokens, forest)
         if self._critic is not None and forest.items[0].sample.returns is not None:
             values = self._values(self._critic, forest, states)
             self._critic.backward(values, column("values"), column("returns"), totals.tokens)
+
+    def _pass_idly(self, forest: Forest, rule: Loss) -> None:
+        """As many forward and backward passes as :meth:`_backward` makes, with a gradient of zero."""
+        if rule.needs_reference:
+            self._reference(forest)
+        logprobs = self._score(forest).logprobs
+        logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
 
     def _values(self, critic: Critic, forest: Forest, states: Tensor) -> Tensor:
         """[T]"""
@@ -212,8 +252,9 @@ class Trainer:
             wide = torch.promote_types(self._model.dtype, torch.float32)
             return torch.from_numpy(forest.column("reference_logprobs")).to(self._device, wide)
         with as_reference(self._lora):
-            return score_forest(self._model, forest)[0]
+            return self._score(forest).logprobs
 
+    @on_all_ranks
     def score(self, samples: Sequence[TrainingSample], *, reference: bool = False) -> list[tuple[float, ...]]:
         """Log-probability of each sample's masked tokens under the current policy, or under the frozen reference: one number
         per token, 0.0 where the mask is 0.
@@ -233,9 +274,10 @@ class Trainer:
         for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
         with as_reference(self._lora) if reference else nullcontext():
-            scored = self._read_off(wanted, lambda forest: [score_forest(self._model, forest).logprobs])
+            scored = self._read_off(wanted, lambda forest: [self._score(forest).logprobs])
         return [row[0] for row in _in_order(samples, scored, 1)]
 
+    @on_all_ranks
     def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
         """Of each sample's masked tokens under the current policy, in one pass: log-probabilities, as :meth:`score`, and what
         the critic expects before each; 0.0 where the mask is 0.
@@ -251,7 +293,7 @@ class Trainer:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
 
         def both(forest: Forest) -> list[Tensor]:
-            scores = score_forest(self._model, forest)
+            scores = self._score(forest)
             return [scores.logprobs, self._values(critic, forest, scores.states)]
 
         rows = _in_order(samples, self._read_off(wanted, both), 2)
@@ -262,15 +304,26 @@ class Trainer:
         self, wanted: Sequence[TrainedTokens], columns: Callable[[Forest], list[Tensor]]
     ) -> dict[int, list[tuple[float, ...]]]:
         """By the ``id`` of the sample: what each of the columns, [T], says at the wanted positions, 0.0 elsewhere."""
-        found: dict[int, list[tuple[float, ...]]] = {}
-        for forest in plant(wanted, self.config.micro_batch_tokens):
-            numbers = [column.cpu().double().numpy() for column in columns(forest)]
+        number_of = {id(item.sample): number for number, item in enumerate(wanted)}
+        found: dict[int, FloatArray] = {}
+        share = self._ranks.share(wanted, self.config.micro_batch_tokens)
+        for forest in share.forests:
+            read = np.stack([column.cpu().double().numpy() for column in columns(forest)])
             for index, item in enumerate(forest.items):
-                rows = np.zeros((len(numbers), len(item.sample.token_ids)))
-                rows[:, item.positions] = [column[forest.sample_of_token == index] for column in numbers]
-                found[id(item.sample)] = [tuple(row) for row in rows.tolist()]
-        return found
+                found[number_of[id(item.sample)]] = read[:, forest.sample_of_token == index]
+        for forest in share.idle:
+            columns(forest)
+        for others in self._ranks.everyones(found):
+            found |= others
+        rows: dict[int, list[tuple[float, ...]]] = {}
+        for item in wanted:
+            read = found[number_of[id(item.sample)]]
+            whole_rows = np.zeros((len(read), len(item.sample.token_ids)))
+            whole_rows[:, item.positions] = read
+            rows[id(item.sample)] = [tuple(row) for row in whole_rows.tolist()]
+        return rows
 
+    @on_all_ranks
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """Clips the gradient, applies it, and forgets it; the critic's too, where samples had ``returns``.
 
@@ -281,11 +334,11 @@ class Trainer:
         settings = self.config.optimizer
         rate = settings.lr if lr is None else lr
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        norm = self._ranks.norm(grads) if grads else 0.0
         finite = bool(np.isfinite(norm))
         if grads and finite:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), settings.grad_clip, torch.tensor(norm))
             for group in self._optimizer.param_groups:
+                torch.nn.utils.clip_grads_with_norm_(group["params"], settings.grad_clip, torch.tensor(norm))
                 group["lr"] = rate
             self._optimizer.step()
             self.updates += 1
@@ -299,12 +352,13 @@ class Trainer:
             **critic,
         }
 
+    @on_all_ranks
     def logprobs(self, token_ids: tuple[int, ...], temperature: float = 1.0) -> list[float]:
         """Log-probability of each token but the first given those before it: ``len(token_ids) - 1`` numbers."""
         if len(token_ids) < 2:
             raise TrainerError("log-probabilities need at least two tokens")
         self._check_tokens(token_ids)
-        return sequence_logprobs(self._model, tuple(token_ids), temperature)
+        return sequence_logprobs(self._score, tuple(token_ids), temperature)
 
     def _check_tokens(self, token_ids: Sequence[int], rollout_id: str = "") -> None:
         size = self._model.get_input_embeddings().weight.shape[0]
@@ -319,34 +373,53 @@ class Trainer:
         return {f"{name}.weight": (tuple(layer.weight.shape), layer.weight.dtype) for name, layer in self._lora.items()}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that training can change, adapters merged, under Hugging Face names; tied ones once."""
+        """The weights that training can change, whole, adapters merged, under Hugging Face names; tied ones once."""
         if self.config.method == "full":
-            yield from ((name, p.detach()) for name, p in self._parameters.items())
+            yield from ((name, self._whole(name)) for name in self._parameters)
         for name, layer in self._lora.items():
-            yield f"{name}.weight", merge_lora(layer.weight, layer.lora_a.detach(), layer.lora_b.detach(), layer.scale)
+            yield f"{name}.weight", merge_lora(*self._lora_parts(name), layer.scale)
 
     def write_weights(self, views: Mapping[str, Tensor]) -> None:
         """Writes :meth:`named_weights` into ``views`` (same names and shapes) without making them first."""
         if self.config.method == "full":
-            for name, parameter in self._parameters.items():
-                views[name].copy_(parameter.detach())
+            for name in self._parameters:
+                views[name].copy_(self._whole(name))
         for name, layer in self._lora.items():
-            merge_lora(layer.weight, layer.lora_a.detach(), layer.lora_b.detach(), layer.scale, out=views[f"{name}.weight"])
+            merge_lora(*self._lora_parts(name), layer.scale, out=views[f"{name}.weight"])
 
+    def _lora_parts(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        return self._whole(f"{name}.weight"), self._whole(f"{name}.lora_a"), self._whole(f"{name}.lora_b")
+
+    @on_all_ranks
+    def _whole(self, name: str) -> Tensor:
+        # One parameter a call: whoever reads the weights may stop at any of them, and no rank waits for the next.
+        return whole(self._model.get_parameter(name))
+
+    @on_all_ranks
     def check_finite(self) -> None:
         """
         Raises:
             TrainerError: a weight is not finite; names it.
         """
-        for name, parameter in self._parameters.items():
-            if not bool(torch.isfinite(parameter).all()):
-                raise TrainerError(f"'{name}' is not finite", hint="load the last checkpoint and lower the learning rate")
+        odd = next((name for name, p in self._parameters.items() if not bool(torch.isfinite(here(p)).all())), None)
+        odd = next(filter(None, self._ranks.all_values(odd)), None)
+        if odd is not None:
+            raise TrainerError(f"'{odd}' is not finite", hint="load the last checkpoint and lower the learning rate")
 
     def save(self, folder: Path | str) -> None:
         """Writes all that :meth:`load` needs to go on exactly from here; whole or not at all.
 
         Raises:
             TransferError: the disk refused; what was at ``folder`` is untouched.
+        """
+        self.begin_save(folder).result()
+
+    @on_all_ranks
+    def begin_save(self, folder: Path | str) -> Future[None]:
+        """As :meth:`save`, but several ranks write while training goes on: the future ends when ``folder`` is there.
+
+        Raises:
+            TransferError: as for :meth:`save`, here or in the future.
         """
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         state = {names[id(p)]: dict(values) for p, values in self._optimizer.state.items()}
@@ -360,8 +433,9 @@ class Trainer:
             dict(reference_tensors(self._lora)),
             self._critic.state() if self._critic is not None else {},
         )
-        write_checkpoint(folder, checkpoint)
+        return self._ranks.write_checkpoint(folder, checkpoint)
 
+    @on_all_ranks
     def load(self, folder: Path | str) -> None:
         """Goes on from a checkpoint of :meth:`save`: weights, optimizer, random state, counters.
 
@@ -369,21 +443,20 @@ class Trainer:
             TrainerError: the checkpoint is of another model or method.
             TransferError: it is missing or damaged. In both cases the trainer is as it was.
         """
-        checkpoint = read_checkpoint(folder)
+        checkpoint = self._ranks.read_checkpoint(folder, self._parameters)
         if checkpoint.identity != self._identity():
             raise TrainerError(
                 "the checkpoint is of another model or method",
                 where=str(folder),
                 hint=_difference(checkpoint.identity, self._identity()),
             )
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(checkpoint.weights[name])
+        for name, parameter in self._parameters.items():
+            fill(parameter, checkpoint.weights[name])
         load_reference_tensors(self._lora, checkpoint.reference)
         self._optimizer = self._fresh_optimizer()
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
-            self._optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
+            self._optimizer.state[parameter] = {key: like(parameter, value) for key, value in values.items()}
         if self._critic is not None:
             self._critic.load_state(checkpoint.critic)
         torch.set_rng_state(checkpoint.rng_state)
@@ -398,7 +471,7 @@ class Trainer:
         """
         with whole_folder(folder) as partial:
             if self.config.method == "lora":
-                write_adapter(partial, self._lora, self.config.lora, str(Path(self.config.model).absolute()))
+                write_adapter(partial, self._lora, self._whole, self.config.lora, str(Path(self.config.model).absolute()))
                 return
             for pattern in _NOT_WEIGHTS:
                 for path in Path(self.config.model).glob(pattern):
@@ -407,6 +480,7 @@ class Trainer:
             self._model.config.save_pretrained(partial)  # the trained dtype, not the base's
             write_safetensors(partial / "model.safetensors", self.named_weights())
 
+    @on_all_ranks
     def reset(self, weights_uri: str | None = None) -> None:
         """Starts anew, with a fresh optimizer and critic, from an export of :meth:`export`, or from the base when None.
 
@@ -438,9 +512,8 @@ class Trainer:
         for name, parameter in self._parameters.items():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise TrainerError(f"'{name}' is missing or of another shape", where=weights_uri)
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(tensors[name])
+        for name, parameter in self._parameters.items():
+            fill(parameter, tensors[name])
 
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}

@@ -50,7 +50,7 @@ class TrainerSettings(loop_config.TrainerSettings):
 
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; torch's choice when absent. Another number gives other last bits."""
+    """CPU threads of all ranks together; torch's choice when absent. Another number gives other last bits."""
     device: str = "auto"
     """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

@@ -98,6 +98,7 @@ class _Run:
             # Nothing draws from it today; what a checkpoint holds is then the same in every process.
             torch.manual_seed(config.seed)
             self.trainer = Trainer(_trainer_config(config))
+            open_things.callback(self.trainer.close)
             self._references = self._reference()
             self.progress = folder.load(self.trainer)
         self._skipped: list[bool] = []
