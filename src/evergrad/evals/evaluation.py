@@ -103,12 +103,21 @@ def suite_hash(tasks: Sequence[Task], sampling: Sampling | None = None, *, finge
         "fingerprint": fingerprint,
         "samples": samples,
     }
-    return hashlib.sha256(strict_json(content).encode()).hexdigest()[:16]
+    return content_hash(content)
 
 
 def report_hash(report: EvalReport) -> str:
     """Names a report by all that it says."""
-    return hashlib.sha256(strict_json(report).encode()).hexdigest()[:16]
+    return content_hash(report)
+
+
+def content_hash(content: Any) -> str:
+    """16 hex digits that name JSON content: equal for equal content, whatever the order of keys.
+
+    >>> content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(strict_json(content).encode()).hexdigest()[:16]
 
 
 def report_from_json(data: Mapping[str, Any]) -> EvalReport:
