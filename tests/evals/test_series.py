@@ -61,7 +61,7 @@ def test_saffron_is_the_formula_of_the_paper_written_out(values: list[float]) ->
 
 @given(p_values)
 def test_no_rule_ever_gives_more_level_than_it_has(values: list[float]) -> None:
-    """What the guarantee rests on: spent level, counted as each rule does, stays within α times the promotions (at least one)."""
+    """What the guarantee rests on: the level spent, as each rule counts it, is at most α times the promotions (or α)."""
     for rule, weigh in (("lord", lambda p: 1.0), ("saffron", lambda p: 2.0 if p > 0.5 else 0.0)):
         trials, spent = tried(rule, values), 0.0  # type: ignore[arg-type]
         for trial, level in zip(trials, levels(rule, values), strict=False):  # type: ignore[arg-type]

@@ -200,7 +200,7 @@ def _rule_series(ruling: Ruling, told: str, pairs: PairedDifference, tied: bool)
 
 def _pairs_needed(pairs: PairedDifference, level: float) -> str:
     """What would show such a gain, where it is one of success rates."""
-    if not pairs.counts_decide:
+    if not pairs.counts_decide or level >= 0.5:
         return ""
     needed = sample_size(pairs.delta, (pairs.wins + pairs.losses) / pairs.n, alpha=level)
     return f"; if it is real, {needed} pairs show it four times out of five"
