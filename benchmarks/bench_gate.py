@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=400, help="series per rule")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    started, config = time.perf_counter(), GateConfig()
+    config = GateConfig()
     rules = {rule: series(rule, arguments.repeats, config.alpha) for rule in get_args(Rule)}
     crossing = {"mixture": mixture_crossing(10 * arguments.repeats), "betting": betting_crossing(2 * arguments.repeats)}
     for rule, found in rules.items():
@@ -132,7 +132,6 @@ def main() -> None:
         "crossing": crossing,
         "points_lost": {"to_previous_champion": creep(False, arguments.repeats), "to_anchor": creep(True, arguments.repeats)},
         "repeats": arguments.repeats,
-        "seconds": round(time.perf_counter() - started, 1),
         "machine": machine(),
         "commit": commit(),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

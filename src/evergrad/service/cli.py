@@ -290,12 +290,23 @@ def rollouts_show(
 
 
 @app.command()
-def cost(run: RunFolder = None, as_json: AsJson = False) -> None:
-    """Show what a run has cost by phase, per million tokens and per success."""
+def cost(
+    run: RunFolder = None,
+    focus: Annotated[
+        Path | None,
+        typer.Option("--focus", metavar="FILE", help="Also write all entries as a FOCUS table (CSV).", show_default=False),
+    ] = None,
+    price_book: Annotated[
+        Path | None,
+        typer.Option("--price-book", metavar="FILE", help="Show it at the prices of another book (TOML).", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run has cost by phase, per million tokens and per success, and which version is dominated by which."""
     from evergrad.service._costs import show_costs
     from evergrad.service._runs import find_run
 
-    show_costs(find_run(run), as_json=as_json)
+    show_costs(find_run(run), focus=focus, price_book=price_book, as_json=as_json)
 
 
 @app.command()
