@@ -62,14 +62,14 @@ def measured(session: Any, version_id: str, settings: dict[str, str], successes:
     suite, tasks = suite_name(session, settings, draw), gate_tasks(session, settings, draw)
     scores = {task.task_id: float(index >= N - successes) for index, task in enumerate(tasks)}
     report = EvalReport(version_id, suite, scores, hash_of(session, settings, draw))
-    write_json(report_path(session, version_id, suite), dataclasses.asdict(report))
+    write_json(report_path(session.folder.path, version_id, suite), dataclasses.asdict(report))
     return report
 
 
 def rule(session: Any, candidate: str, incumbent: str, successes: int = 1) -> Verdict:
     """One whole ruling, as the loop makes it, on invented scores."""
     new, old = session.registry.get(candidate), session.registry.get(incumbent)
-    history = verdicts_before(session, new, old)
+    history = verdicts_before(session.registry, candidate, incumbent)
     suites = gate_suites(session, history)
     anchors = anchor_reports(session, suites, new, old)
     plan = write_plan(session, new, old, suites, anchors, history)
@@ -95,8 +95,7 @@ def test_a_ruling_is_the_same_before_and_after_it_is_on_record(session: Any) -> 
 def test_moves_by_hand_are_no_part_of_the_series(session: Any) -> None:
     by_hand = Verdict(True, ("by hand",), {"by_hand": True}, "second", "first")
     session.registry.promote("production", "second", by_hand)
-    third, second = session.registry.get("third"), session.registry.get("second")
-    assert verdicts_before(session, third, second) == []
+    assert verdicts_before(session.registry, "third", "second") == []
     assert rule(session, "third", "second").evidence["series"]["trial"] == 1
 
 

@@ -15,6 +15,7 @@ from evergrad.evals import Plan, announce, report_from_json, suite_hash
 from evergrad.loop._folder import write_json
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.registry import Registry
 from evergrad.types import EvalReport, ModelVersion, Task, Verdict
 
 
@@ -27,16 +28,16 @@ class GateSuite:
     draw: int = 0
 
 
-def verdicts_before(session: Session, candidate: ModelVersion, incumbent: ModelVersion) -> list[Verdict]:
+def verdicts_before(registry: Registry, candidate_id: str, incumbent_id: str | None) -> list[Verdict]:
     """The gate's verdicts before this ruling: the whole state of the series, kept nowhere else.
 
     After a crash the verdict of this very ruling may be on record already; it is no part of its own past.
     """
     earlier: list[Verdict] = []
-    for verdict in session.registry.verdicts():
+    for verdict in registry.verdicts():
         if "suite_hashes" not in verdict.evidence:
             continue  # by hand
-        if (verdict.candidate_id, verdict.incumbent_id) == (candidate.version_id, incumbent.version_id):
+        if (verdict.candidate_id, verdict.incumbent_id) == (candidate_id, incumbent_id):
             break
         earlier.append(verdict)
     return earlier
@@ -76,7 +77,7 @@ def write_plan(
         anchors={suite: report.version_id for suite, report in anchors.items()},
         price_book=session.ledger.price_book.hash,
     )
-    path = session.folder.path / "plans" / f"{candidate.version_id}-{plan.hash}.json"
+    path = plan_path(session.folder.path, plan)
     if not path.exists():
         write_json(
             path,
@@ -87,6 +88,10 @@ def write_plan(
             },
         )
     return plan
+
+
+def plan_path(run: Path, plan: Plan) -> Path:
+    return run / "plans" / f"{plan.candidate_id}-{plan.hash}.json"
 
 
 def anchor_reports(
@@ -131,13 +136,13 @@ def hash_of(session: Session, settings: Mapping[str, Any], draw: int = 0) -> str
     return suite_hash(gate_tasks(session, settings, draw), fingerprint=session.taskset(settings).fingerprint)
 
 
-def report_path(session: Session, version_id: str, suite: str) -> Path:
-    return session.folder.path / "evals" / f"{version_id}--{suite.replace('/', '_')}.json"
+def report_path(run: Path, version_id: str, suite: str) -> Path:
+    return run / "evals" / f"{version_id}--{suite.replace('/', '_')}.json"
 
 
 def stored_report(session: Session, version_id: str, settings: Mapping[str, Any], draw: int = 0) -> EvalReport | None:
     """The report on record, if it measured these tasks with the verifier as it is now."""
-    path = report_path(session, version_id, suite_name(session, settings, draw))
+    path = report_path(session.folder.path, version_id, suite_name(session, settings, draw))
     if not path.exists():
         return None
     report = report_from_json(json.loads(path.read_text(encoding="utf-8")))

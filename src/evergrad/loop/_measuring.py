@@ -22,8 +22,9 @@ from evergrad.loop._announcing import (
     verdicts_before,
     write_plan,
 )
+from evergrad.loop._certifying import certify
 from evergrad.loop._folder import Stage, write_json
-from evergrad.loop._scores import keep_row, row_of, score_row
+from evergrad.loop._scores import keep_row, score_row, task_costs
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.rollouts import greedy_rollout
@@ -41,7 +42,7 @@ async def measure(session: Session) -> Stage:
         session.event(f"no RL step was done, so there is nothing to measure: {candidate.version_id} serves already")
         return Stage.WATCH
     incumbent = _incumbent(session, candidate)
-    history = verdicts_before(session, candidate, incumbent)
+    history = verdicts_before(session.registry, candidate.version_id, incumbent.version_id)
     suites = gate_suites(session, history)
     primary = suites[0].name
     anchors = anchor_reports(session, suites, candidate, incumbent)
@@ -50,13 +51,14 @@ async def measure(session: Session) -> Stage:
     for each in suites:
         before[each.name] = await report_for(session, incumbent, each.settings, session.serving.client, each.draw)
         after[each.name] = await report_for(session, candidate, each.settings, session.engine, each.draw)
-    costs = Costs(_task_costs(session, candidate, primary), _task_costs(session, incumbent, primary))
+    costs = Costs(task_costs(state, candidate.version_id, primary), task_costs(state, incumbent.version_id, primary))
     with session.clock.phase("gate"):
         verdict = gate(
             after, before, session.config.gate, primary=primary, anchor=anchors, costs=costs, history=history, plan=plan
         )
     await _rule(session, candidate, verdict)
     _record_cycle(session, verdict, before, after)
+    certify(session, verdict, plan, suites)
     state.incumbent = None
     return Stage.WATCH
 
@@ -79,12 +81,6 @@ def _incumbent(session: Session, candidate: ModelVersion) -> ModelVersion:
         state.incumbent = serves
         session.save_state()
     return session.registry.get(state.incumbent)
-
-
-def _task_costs(session: Session, version: ModelVersion, suite: str) -> dict[str, float]:
-    """Task id to USD, of those tries that have a price."""
-    row = row_of(session.state, version.version_id, suite)
-    return dict(zip(row["task_ids"], row["task_usd"], strict=True)) if row and row["task_usd"] else {}
 
 
 async def introduce(session: Session, version: ModelVersion) -> None:
@@ -147,7 +143,7 @@ async def report_for(
     session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
     _record_score(session, score_row(report, rollouts, spent, time.monotonic() - started))
     # Last, for the file is what says that this need not be done again: by then the row is in the state.
-    write_json(report_path(session, version.version_id, suite), dataclasses.asdict(report))
+    write_json(report_path(session.folder.path, version.version_id, suite), dataclasses.asdict(report))
     return report
 
 

@@ -310,6 +310,29 @@ def cost(
 
 
 @app.command()
+def audit(
+    version: Annotated[
+        str | None,
+        typer.Argument(metavar="[VERSION]", help="Version id, or an alias; all when absent.", show_default=False),
+    ] = None,
+    run: RunFolder = None,
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", help="Public key (PEM) that must have signed.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check certificates: signature, hashes of all they rest on, the ruling made again, the traffic since.
+
+    Exit code 1 when something does not fit.
+    """
+    from evergrad.service._auditing import audit_certificates
+    from evergrad.service._runs import find_run
+
+    raise typer.Exit(audit_certificates(find_run(run), version, key=key, as_json=as_json))
+
+
+@app.command()
 def doctor() -> None:
     """Check this machine and this installation; exit 1 when something would fail."""
     from evergrad.service._doctor import examine
