@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from evergrad.config import ConfigError, parse_config
 from evergrad.evals import (
+    GIVEN_UP,
     Costs,
     GateConfig,
     Plan,
@@ -292,6 +293,18 @@ def test_e_values_rule_where_they_are_asked_for() -> None:
     assert graded.evidence["series"]["e_value"] == pytest.approx(betting_e_process([0.2] * 120)[-1])
     beyond = {name: 20 * score for name, score in after.items()}
     refused(gate({SUITE: report("new", beyond)}, {SUITE: report("old", before)}, config), "no e-value: difference")
+
+
+def test_a_candidate_that_was_given_up_is_refused_and_counts_as_a_try_without_hope() -> None:
+    candidate, incumbent = pair(0, 400, 400)
+    scores = dict(list(candidate[SUITE].scores.items())[:9])
+    missing = tuple(name for name in candidate[SUITE].scores if name not in scores)
+    given_up = {SUITE: report("new", scores, missing=missing, outcomes={GIVEN_UP: 9})}
+    plan = plan_of(suites={SUITE: "suite-hash", GUARD: "never measured"})
+    verdict = gate(given_up, incumbent, GateConfig(guards={GUARD: 0.1}, max_cost_increase=0.1), costs=Costs({}, {}))
+    refused(verdict, "candidate on desk@v2/gate: given up after 9 of 400 tasks: shown to be worse by then")
+    assert trials_of([verdict]) == [Trial(1.0, promoted=False)]
+    refused(gate(given_up, incumbent, plan=plan), "given up after 9 of 400 tasks")
 
 
 def test_looks_at_the_same_tasks_are_counted() -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from evergrad.config import load_config
 from evergrad.ledger import Ledger, PhaseClock, Price, PriceBook
+from evergrad.loop.certificate import key_path, sign, signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry
 from evergrad.service._edge import explain, guarded
@@ -501,3 +502,29 @@ def test_costs_name_the_versions_that_are_dominated(cli: Cli, run: Path) -> None
     out = cli("cost").out
     assert "score against cost per success on desk@v1" in out
     assert re.search(r"demo-c1-sft +40\.0% +\$0\.2500 +dominated by demo-c1-rl", out)
+
+
+def test_an_audit_without_certificates_says_so(cli: Cli, run: Path) -> None:
+    assert "no certificate yet" in cli("audit").error()
+    (run / "certificates").mkdir()
+    write = (run / "certificates" / "demo-c1-rl-0.json").write_text
+    write("{}")
+    assert "not a certificate" in cli("audit").error()
+    assert "no public key" in cli("audit", "--key", "absent.pub").error()
+
+
+def test_an_audit_ends_with_1_when_something_does_not_fit(cli: Cli, run: Path) -> None:
+    certificate = sign({"certificate": 1, "candidate_id": "demo-c1-rl"}, signing_key())
+    path = run / "certificates" / "demo-c1-rl-0.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(certificate))
+    result = cli("audit", "production")
+    assert result.code == 1
+    assert re.search(r"signature +holds +by the key it names", result.out)
+    assert re.search(r"weights +fails +cannot be checked", result.out)
+    pinned = cli("audit", "--key", f"{key_path()}.pub", "--json")
+    assert json.loads(pinned.out)["demo-c1-rl-0"][0] == {"check": "signature", "state": "holds", "told": "by the key given"}
+    assert "no certificate of demo-c1-sft" in cli("audit", "demo-c1-sft").error()
+    path.write_text(json.dumps({**certificate, "content": {**certificate["content"], "more": 1}}))
+    forged = cli("audit")
+    assert (forged.code, "weights" in forged.out) == (1, False), "a forgery is looked at no further"

@@ -1,9 +1,19 @@
 """Measures a version on held-out tasks and rules on promotion."""
 
-from evergrad.evals.evaluation import EvalError, Run, content_hash, evaluate, report_from_json, report_hash, suite_hash
+from evergrad.evals.evaluation import (
+    GIVEN_UP,
+    EvalError,
+    GiveUp,
+    Run,
+    content_hash,
+    evaluate,
+    report_from_json,
+    report_hash,
+    suite_hash,
+)
 from evergrad.evals.plan import Plan, announce, plan_from_json, uses_of
 from evergrad.evals.ruling import Costs, gate
-from evergrad.evals.sequential import Bettor, Harm, betting_e_process, harm, mixture_e_value
+from evergrad.evals.sequential import Bettor, Harm, betting_e_process, give_up_on, harm, mixture_e_value
 from evergrad.evals.series import Rule, Trial, next_level, trials_of
 from evergrad.evals.settings import GateConfig
 from evergrad.evals.statistics import (
@@ -22,10 +32,12 @@ from evergrad.evals.statistics import (
 )
 
 __all__ = [
+    "GIVEN_UP",
     "Bettor",
     "Costs",
     "EvalError",
     "GateConfig",
+    "GiveUp",
     "Harm",
     "PairedDifference",
     "Plan",
@@ -39,6 +51,7 @@ __all__ = [
     "evaluate",
     "gain_interval",
     "gate",
+    "give_up_on",
     "harm",
     "mcnemar_p",
     "mean_interval",

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evergrad.evals.evaluation import content_hash
+from evergrad.evals.evaluation import GIVEN_UP, content_hash
 from evergrad.evals.plan import Plan
 from evergrad.evals.series import next_level, trials_of
 from evergrad.evals.settings import GateConfig
@@ -29,6 +29,8 @@ class Ruling:
     evidence: dict[str, Any] = field(default_factory=dict)
     usable: set[tuple[str, str]] = field(default_factory=set)
     """Role and suite of the reports that may be paired."""
+    given_up: bool = False
+    """The candidate was shown to be worse on the primary suite before all of it was measured; nothing else need be."""
 
 
 def one_version(ruling: Ruling, reports: Reports, role: str) -> str:
@@ -55,11 +57,13 @@ def check_plan(
     ruling: Ruling, plan: Plan, candidate_id: str, incumbent_id: str | None, primary: str, roles: Mapping[str, Reports]
 ) -> None:
     """Refuses evidence that is not what was announced; names what differs."""
+    measured_suites = {suite: report.suite_hash for suite, report in sorted(roles["candidate"].items())}
+    planned = {suite: each for suite, each in plan.suites.items() if suite in measured_suites or not ruling.given_up}
     measured = {
         "candidate": (plan.candidate_id, candidate_id),
         "incumbent": (plan.incumbent_id, incumbent_id),
         "primary suite": (plan.primary, primary),
-        "suites": (dict(plan.suites), {suite: report.suite_hash for suite, report in sorted(roles["candidate"].items())}),
+        "suites": (planned, measured_suites),
         "anchors": (dict(plan.anchors), {suite: report.version_id for suite, report in roles["anchor"].items()}),
         "settings": (plain(plan.gate), plain(ruling.config.model_dump(mode="json"))),
         "clusters": (plan.clusters, content_hash(dict(ruling.clusters)) if ruling.clusters else ""),
@@ -102,7 +106,9 @@ def _problems(report: EvalReport, suite: str, max_missing_share: float) -> list[
     if broken:
         problems.append(f"{len(broken)} scores are not finite numbers, that of task {broken[0]} first")
     asked = len(report.scores) + len(report.missing)
-    if asked and len(report.missing) / asked > max_missing_share:
+    if GIVEN_UP in report.outcomes:
+        problems.append(f"given up after {report.outcomes[GIVEN_UP]} of {asked} tasks: shown to be worse by then")
+    elif asked and len(report.missing) / asked > max_missing_share:
         allowed = f"{max_missing_share:.1%} may be" if max_missing_share else "none may be"
         problems.append(f"{len(report.missing)} of {asked} tasks are missing, {allowed}")
     if not report.suite_hash:

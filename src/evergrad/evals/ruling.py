@@ -19,7 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 from evergrad.evals._checks import Reports, Ruling, check_plan, check_reports, mismatch, one_version
-from evergrad.evals.evaluation import EvalError, content_hash, report_hash
+from evergrad.evals.evaluation import GIVEN_UP, EvalError, content_hash, report_hash
 from evergrad.evals.plan import Plan, uses_of
 from evergrad.evals.sequential import betting_e_process, mixture_e_value
 from evergrad.evals.series import next_level, trials_of
@@ -83,6 +83,7 @@ def gate(
     if candidate_id and candidate_id == incumbent_id:
         ruling.refusals.append(f"candidate and incumbent are the same version, {candidate_id}")
     roles = {"candidate": candidate, "incumbent": incumbent or {}, "anchor": anchor or {}}
+    ruling.given_up = chosen in candidate and GIVEN_UP in candidate[chosen].outcomes
     check_reports(ruling, roles)
     if plan is not None:
         check_plan(ruling, plan, candidate_id, incumbent_id, chosen, roles)
@@ -93,16 +94,22 @@ def gate(
         _rule_primary(ruling, chosen, candidate, incumbent)
         _rule_costs(ruling, chosen, candidate, incumbent, costs)
     ruling.evidence["guards"] = []
-    if incumbent:
-        for suite, margin in _guards(config, candidate, chosen).items():
-            _rule_guard(ruling, suite, margin, candidate, incumbent, "incumbent")
-    for suite in anchor or {}:
-        margin_there = config.guards.get(suite, config.guard_margin)
-        if margin_there is not None:
-            _rule_guard(ruling, suite, margin_there, candidate, anchor or {}, "anchor")
+    if not ruling.given_up:
+        _rule_guards(ruling, chosen, candidate, incumbent or {}, anchor or {})
     promote = not ruling.refusals
     reasons = tuple(ruling.findings if promote else ruling.refusals)
     return Verdict(promote, reasons, plain(ruling.evidence), candidate_id, incumbent_id)
+
+
+def _rule_guards(ruling: Ruling, primary: str, candidate: Reports, incumbent: Reports, anchor: Reports) -> None:
+    config = ruling.config
+    if incumbent:
+        for suite, margin in _guards(config, candidate, primary).items():
+            _rule_guard(ruling, suite, margin, candidate, incumbent, "incumbent")
+    for suite in anchor:
+        margin_there = config.guards.get(suite, config.guard_margin)
+        if margin_there is not None:
+            _rule_guard(ruling, suite, margin_there, candidate, anchor, "anchor")
 
 
 def _guards(config: GateConfig, candidate: Reports, primary: str) -> dict[str, float]:
@@ -133,6 +140,9 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
         ruling.refusals.append(f"the incumbent has no report on the primary suite {suite}")
         return
     after, before, config = candidate[suite], incumbent[suite], ruling.config
+    if ruling.given_up:
+        # Shown to be worse before all was measured. Left out, the tries that remain would look better than they are.
+        _add_trial(ruling, next_level(config.series, config.alpha, trials_of(ruling.history)), 1.0, None)
     unusable = {("candidate", suite), ("incumbent", suite)} - ruling.usable
     if unusable or mismatch(ruling, suite, after, before, "incumbent"):
         return
@@ -184,18 +194,23 @@ def _rule_series(ruling: Ruling, told: str, pairs: PairedDifference, tied: bool)
     place = f"try {len(trials) + 1} of the series: {what} {p_value:.3g}, level {level:.3g} ({config.series})"
     # Whatever is refused for another reason already could not have been promoted by its scores: that is no try.
     if not ruling.refusals:
-        ruling.evidence["series"] = {
-            "rule": config.series,
-            "alpha": config.alpha,
-            "trial": len(trials) + 1,
-            "promotions_before": sum(trial.promoted for trial in trials),
-            "level": level,
-            "p_value": p_value,
-            "e_value": e_value,
-        }
+        _add_trial(ruling, level, p_value, e_value)
     if p_value > level and pairs.delta > 0 and not tied:
         ruling.refusals.append(f"{told}: {place}: not shown to be better{_pairs_needed(pairs, level)}")
     return place
+
+
+def _add_trial(ruling: Ruling, level: float, p_value: float, e_value: float | None) -> None:
+    config, trials = ruling.config, trials_of(ruling.history)
+    ruling.evidence["series"] = {
+        "rule": config.series,
+        "alpha": config.alpha,
+        "trial": len(trials) + 1,
+        "promotions_before": sum(trial.promoted for trial in trials),
+        "level": level,
+        "p_value": p_value,
+        "e_value": e_value,
+    }
 
 
 def _pairs_needed(pairs: PairedDifference, level: float) -> str:

@@ -20,10 +20,10 @@ E-processes need more evidence than a test at a preset n. Promotions are ruled b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from evergrad.evals.evaluation import EvalError
+from evergrad.evals.evaluation import EvalError, GiveUp
 
 
 def mixture_e_value(wins: int, losses: int) -> float:
@@ -92,6 +92,23 @@ class Bettor:
         gain = self._sum / self._n - self._mean
         variance = self._squares / self._n
         return min(max(0.0, gain / (variance + gain * gain)), 0.5 / self._mean)
+
+
+def give_up_on(rival: Mapping[str, float], alpha: float) -> GiveUp:
+    """Gives an evaluation up once it is shown to score less than ``rival``, whose scores are by task id.
+
+    One that is not worse is given up with probability ``alpha`` at most. Graded scores beyond [0, 1] are never given up on.
+    """
+    bettor, sound = Bettor(), True
+
+    def ask(task_id: str, score: float) -> bool:
+        nonlocal sound
+        sound = sound and 0 <= score <= 1 and 0 <= rival.get(task_id, 0.0) <= 1
+        if not sound or task_id not in rival:
+            return False
+        return bettor.see(rival[task_id] - score) >= 1 / alpha
+
+    return ask
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from evergrad.evals import Costs, evaluate, gate
+from evergrad.evals import GIVEN_UP, Costs, evaluate, gate, give_up_on
 from evergrad.inference import EngineClient
 from evergrad.loop._announcing import (
     anchor_reports,
@@ -50,7 +50,10 @@ async def measure(session: Session) -> Stage:
     before, after = {}, {}
     for each in suites:
         before[each.name] = await report_for(session, incumbent, each.settings, session.serving.client, each.draw)
-        after[each.name] = await report_for(session, candidate, each.settings, session.engine, each.draw)
+        rival = before[each.name] if each.name == primary else None
+        after[each.name] = await report_for(session, candidate, each.settings, session.engine, each.draw, rival)
+        if rival is not None and GIVEN_UP in after[each.name].outcomes:
+            break  # refused already, whatever the guards say
     costs = Costs(task_costs(state, candidate.version_id, primary), task_costs(state, incumbent.version_id, primary))
     with session.clock.phase("gate"):
         verdict = gate(
@@ -111,11 +114,19 @@ async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> 
 
 
 async def report_for(
-    session: Session, version: ModelVersion, settings: Mapping[str, Any], client: EngineClient, draw: int = 0
+    session: Session,
+    version: ModelVersion,
+    settings: Mapping[str, Any],
+    client: EngineClient,
+    draw: int = 0,
+    rival: EvalReport | None = None,
 ) -> EvalReport:
-    """The report of ``version`` on one suite: from the record, or measured now on the engine that holds the version."""
+    """The report of ``version`` on one suite: from the record, or measured now on the engine that holds the version.
+
+    With a ``rival``, the measurement is given up once the version is shown to score less; such a report serves no other end.
+    """
     stored = stored_report(session, version.version_id, settings, draw)
-    if stored is not None:
+    if stored is not None and (rival is not None or GIVEN_UP not in stored.outcomes):
         return stored
     session.require_holder(client, version)
     suite, taskset, tasks = suite_name(session, settings, draw), session.taskset(settings), gate_tasks(session, settings, draw)
@@ -138,7 +149,10 @@ async def report_for(
     concurrency, fingerprint = session.config.eval.concurrency, taskset.fingerprint
     usd, started = session.spent_usd(), time.monotonic()
     with session.clock.phase("eval"), session.console.stage(f"evaluate {version.version_id} on {suite}", len(tasks)):
-        report = await evaluate(version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency)
+        give_up = give_up_on(rival.scores, session.config.gate.alpha) if rival is not None else None
+        report = await evaluate(
+            version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency, give_up=give_up
+        )
     spent = None if usd is None else (session.spent_usd() or 0.0) - usd
     session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
     _record_score(session, score_row(report, rollouts, spent, time.monotonic() - started))
