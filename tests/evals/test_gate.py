@@ -311,9 +311,12 @@ def test_looks_at_the_same_tasks_are_counted() -> None:
     looks: list[Verdict] = []
     for count in range(3):
         verdict = gate(*pair(70, 30, 400), history=looks)
-        assert verdict.evidence["holdout"] == {"suite_hash": "suite-hash", "uses_before": count}
+        assert verdict.evidence["holdout"] == {"suite_hash": "suite-hash", "uses_before": count, "looks_by_hand": 0}
         assert ("2 verdicts have looked at these tasks before" in verdict.reasons[0]) == (count == 2)
         looks.append(verdict)
+    peeked = gate(*pair(70, 30, 400), plan=plan_of(looks_by_hand=3))
+    assert peeked.evidence["holdout"]["looks_by_hand"] == 3
+    assert "3 looks at these tasks by hand" in peeked.reasons[0]
 
 
 # ── The plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

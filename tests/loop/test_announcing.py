@@ -27,6 +27,7 @@ from evergrad.loop._announcing import (
     write_plan,
 )
 from evergrad.loop._folder import write_json
+from evergrad.loop.looks import record_look
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, ModelVersion, Verdict
 from tests.loop.conftest import LETTERS
@@ -160,3 +161,12 @@ def test_a_report_on_other_tasks_is_not_taken_from_the_record(session: Any) -> N
     assert stored_report(session, "first", V1, draw=1) is None
     session.config.seed = 4
     assert stored_report(session, "first", V1) is None
+
+
+def test_looks_by_hand_at_the_tasks_of_a_ruling_are_counted_in_its_plan(session: Any) -> None:
+    run, names = session.folder.path, [task.task_id for task in gate_tasks(session, V1)]
+    record_look(run, "first", names[:1])
+    record_look(run, "first", names)
+    record_look(run, "first", [task.task_id for task in gate_tasks(session, V1, 1)])
+    verdict = rule(session, "second", "first")
+    assert verdict.evidence["holdout"]["looks_by_hand"] == 2, "the third was at the tasks of the next ruling"

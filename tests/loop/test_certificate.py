@@ -35,6 +35,7 @@ from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import task_costs
 from evergrad.loop.auditing import State, audit, read_certificate
 from evergrad.loop.certificate import CertificateError, folder_hash, public_key, sign, signing_key, verify
+from evergrad.loop.config import WorthConfig
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, InputError, ModelVersion, strict_json
 from tests.loop.conftest import LETTERS
@@ -149,6 +150,7 @@ def session(tmp_path: Path) -> Iterator[Any]:
                 seed=3,
                 gate=GateConfig(min_n=N, max_cost_increase=1.0),
                 environment=SimpleNamespace(name=str(LETTERS)),
+                worth=WorthConfig(usd_per_success=0.10, attempts=1000),
             ),
             state=LoopState(deployed=V1, cycles=[{"usd": 0.5}]),
             registry=registry,
@@ -212,7 +214,11 @@ def test_a_promotion_is_certified_with_what_it_rests_on(session: Any) -> None:
     assert content["costs"]["points_per_1000_usd"] == pytest.approx(75 * 1000 / 0.5)
     assert content["costs"]["before"]["usd_per_success"] == pytest.approx(0.08)
     assert content["costs"]["after"]["usd_per_success"] == pytest.approx(0.01)
-    assert content["costs"]["break_even_successes"] == pytest.approx(0.5 / (0.08 - 0.01))
+    paid = content["costs"]["payback"]
+    assert paid["by_lower_cost"] == {"successes": pytest.approx(0.5 / (0.08 - 0.01)), "never": False}
+    gained = 0.10 * 0.75 + 0.02 - 0.01
+    assert paid["by_worth"]["break_even_attempts"] == pytest.approx(0.5 / gained)
+    assert paid["by_worth"]["return"] == pytest.approx((1000 * gained - 0.5) / 0.5)
     assert content["costs"]["intelligence_per_dollar_ratio"] == pytest.approx(8)
     assert set(content["hashes"]["weights"]) == {"new", "old"}
     assert content["suites"]["letters@v1"]["fingerprint"] == session.taskset(V1).fingerprint
@@ -222,6 +228,18 @@ def test_a_promotion_is_certified_with_what_it_rests_on(session: Any) -> None:
         assert told in page
     assert set(states(session, path).values()) <= {State.HOLDS, State.NOTE}
     assert [check for check, state in states(session, path).items() if state is State.NOTE] == ["traffic since"]
+
+
+def test_what_never_pays_is_said_in_words(session: Any) -> None:
+    session.config.worth = None
+    content = read_certificate(issue(session, after=3))["content"]
+    paid = content["costs"]["payback"]
+    assert paid["by_worth"] is None
+    assert not paid["by_lower_cost"]["never"], "as many successes at half the cost"
+    session.registry.register(ModelVersion("newer", "old", 2, "versions/new", "tiny", "re", "", {"suite": "letters@v1"}))
+    path = issue(session, candidate="newer", after=1)
+    assert read_certificate(path)["content"]["costs"]["payback"]["by_lower_cost"] == {"successes": None, "never": True}
+    assert "<td>pays by lower cost alone</td><td>never</td>" in path.with_suffix(".html").read_text()
 
 
 def test_a_refusal_is_certified_too_and_later_ones_rest_on_it(session: Any) -> None:

@@ -40,6 +40,8 @@ class Plan:
     """Hash of the map from task to cluster; empty where each task is its own."""
     price_book: str = ""
     """Hash of the prices that the costs of both versions are taken at."""
+    looks_by_hand: int = 0
+    """How often somebody has measured a version on some of the primary suite's tasks, outside of any ruling."""
 
     @property
     def hash(self) -> str:
@@ -57,6 +59,7 @@ def announce(
     anchors: Mapping[str, str] | None = None,
     clusters: Mapping[str, Any] | None = None,
     price_book: str = "",
+    looks_by_hand: int = 0,
 ) -> Plan:
     """The plan of the ruling that follows ``history``: all verdicts of the series so far, oldest first."""
     trials = trials_of(history)
@@ -72,6 +75,7 @@ def announce(
         history=content_hash(history),
         clusters=content_hash(dict(clusters)) if clusters else "",
         price_book=price_book,
+        looks_by_hand=looks_by_hand,
     )
 
 

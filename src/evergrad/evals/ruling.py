@@ -91,7 +91,7 @@ def gate(
     if not incumbent:
         _rule_without_incumbent(ruling, candidate, chosen, bootstrap)
     elif chosen in candidate:
-        _rule_primary(ruling, chosen, candidate, incumbent)
+        _rule_primary(ruling, chosen, candidate, incumbent, plan.looks_by_hand if plan else 0)
         _rule_costs(ruling, chosen, candidate, incumbent, costs)
     ruling.evidence["guards"] = []
     if not ruling.given_up:
@@ -135,7 +135,7 @@ def _rule_without_incumbent(ruling: Ruling, candidate: Reports, primary: str, bo
     )
 
 
-def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Reports) -> None:
+def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Reports, looks: int) -> None:
     if suite not in incumbent:
         ruling.refusals.append(f"the incumbent has no report on the primary suite {suite}")
         return
@@ -153,7 +153,7 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
         **_compared(pairs, before, after, config.seed),
         "test": test,
         "p_value": p_value,
-        "holdout": {"suite_hash": after.suite_hash, "uses_before": uses},
+        "holdout": {"suite_hash": after.suite_hash, "uses_before": uses, "looks_by_hand": looks},
         "slices": {"before": before.slice_means(), "after": after.slice_means()},
     }
     told = f"{suite}: {pairs.wins} wins, {pairs.losses} losses of {pairs.n}"
@@ -173,6 +173,7 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
         f"{told}: mean score {_mean(before):.3f} to {_mean(after):.3f}, gain {pairs.delta:+.4f}, "
         f"95% interval [{low:.4f}, {high:.4f}], p = {p_value:.3g} ({test}); {place}"
         + (f"; {uses} verdicts have looked at these tasks before" if uses else "")
+        + (f"; {looks} looks at these tasks by hand" if looks else "")
     )
 
 

@@ -15,6 +15,7 @@ from evergrad.evals import Plan, announce, report_from_json, suite_hash
 from evergrad.loop._folder import write_json
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop.looks import looks_folder
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, ModelVersion, Task, Verdict
 
@@ -76,6 +77,7 @@ def write_plan(
         history=history,
         anchors={suite: report.version_id for suite, report in anchors.items()},
         price_book=session.ledger.price_book.hash,
+        looks_by_hand=_looks(session, suites[0]),
     )
     path = plan_path(session.folder.path, plan)
     if not path.exists():
@@ -88,6 +90,13 @@ def write_plan(
             },
         )
     return plan
+
+
+def _looks(session: Session, suite: GateSuite) -> int:
+    """Evaluations by hand that touched a task of ``suite``; ``evergrad eval`` puts them down in the folder."""
+    tasks = {task.task_id for task in gate_tasks(session, suite.settings, suite.draw)}
+    looks = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(looks_folder(session.folder.path).glob("*.json")))
+    return sum(not tasks.isdisjoint(each["tasks"]) for each in looks)
 
 
 def plan_path(run: Path, plan: Plan) -> Path:

@@ -93,8 +93,6 @@ def _guards(guards: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 def _money(costs: Mapping[str, Any]) -> list[tuple[str, str]]:
     before, after = costs["before"], costs["after"]
-    pays = costs["pays_by_lower_cost_alone"]
-    paid = f"after {count(costs['break_even_successes'])} successes" if pays else "never, by lower cost alone"
     return [
         ("this cycle", _e(usd(costs["cycle_usd"]))),
         ("cost per success", _e(f"{usd(before['usd_per_success'])} → {usd(after['usd_per_success'])}")),
@@ -104,8 +102,21 @@ def _money(costs: Mapping[str, Any]) -> list[tuple[str, str]]:
             + _e(_ratio(costs["intelligence_per_dollar_ratio"], costs["intelligence_per_dollar_ratio_ci95"])),
         ),
         ("points per $1,000", _e(count(costs["points_per_1000_usd"]))),
-        ("pays for itself", "–" if pays is None else _e(paid)),
+        *_paid(costs["payback"]),
     ]
+
+
+def _paid(payback: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if payback is None:
+        return [("pays for itself", "–")]
+    cheaper, worth = payback["by_lower_cost"], payback["by_worth"]
+    told = "never" if cheaper["never"] else f"after {count(cheaper['successes'])} successes"
+    rows = [("pays by lower cost alone", _e(told))]
+    if worth is not None:
+        told = "never" if worth["never"] else f"after {count(worth['break_even_attempts'])} attempts"
+        rows.append(("pays for itself", _e(f"{told}, at {usd(worth['usd_per_success'])} a success")))
+        rows.append(("return", _e(f"{percent(worth['return'], signed=True)} over {count(worth['attempts_served'])} attempts")))
+    return rows
 
 
 def _ratio(ratio: float | None, ci95: list[float | None] | None) -> str:

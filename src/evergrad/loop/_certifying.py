@@ -18,6 +18,7 @@ from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import row_of
 from evergrad.loop._session import Session
 from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, sign, signing_key
+from evergrad.loop.config import WorthConfig
 from evergrad.types import Verdict, plain
 
 _EFFECT = (
@@ -60,7 +61,7 @@ def _content(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Ga
         "suites": {each.name: _suite(session, each) for each in suites},
         "effect": {key: evidence[key] for key in _EFFECT if key in evidence},
         "guards": evidence.get("guards", []),
-        "costs": _costs(session.state, verdict, plan.primary),
+        "costs": _costs(session.state, verdict, plan.primary, session.config.worth),
         "hashes": {
             "plan": plan.hash,
             "verdict": content_hash(verdict),
@@ -96,15 +97,13 @@ def _suite(session: Session, suite: GateSuite) -> dict[str, Any]:
     }
 
 
-def _costs(state: LoopState, verdict: Verdict, primary: str) -> dict[str, Any]:
-    """What the cycle cost, and what it bought, at the prices of the run; ``None`` where something has no price.
-
-    Break-even is from lower cost alone: what a success is worth is not known here.
-    """
+def _costs(state: LoopState, verdict: Verdict, primary: str, worth: WorthConfig | None) -> dict[str, Any]:
+    """What the cycle cost, and what it bought, at the prices of the run; ``None`` where something has no price."""
     spent = state.cycles[-1]["usd"]
     before, after = (row_of(state, str(name), primary) for name in (verdict.incumbent_id, verdict.candidate_id))
     gain, ci95 = verdict.evidence.get("delta"), verdict.evidence.get("ci95")
-    bought = marginal_intelligence(gain or 0.0, None if gain is None else spent, ci95=tuple(ci95) if ci95 else None)
+    interval = tuple(ci95) if ci95 else None
+    bought = marginal_intelligence(gain or 0.0, None if gain is None else spent, ci95=interval)
     costs: dict[str, Any] = {
         "cycle_usd": spent,
         "points_per_1000_usd": bought.value,
@@ -113,8 +112,7 @@ def _costs(state: LoopState, verdict: Verdict, primary: str) -> dict[str, Any]:
         "after": _unit_costs(after),
         "intelligence_per_dollar_ratio": None,
         "intelligence_per_dollar_ratio_ci95": None,
-        "break_even_successes": None,
-        "pays_by_lower_cost_alone": None,
+        "payback": None,
     }
     if before is None or after is None or not before["task_usd"] or not after["task_usd"]:
         return costs
@@ -123,11 +121,35 @@ def _costs(state: LoopState, verdict: Verdict, primary: str) -> dict[str, Any]:
         compared = compare_intelligence(arms[0], arms[1])
         costs["intelligence_per_dollar_ratio"] = compared.ratio
         costs["intelligence_per_dollar_ratio_ci95"] = compared.ci95
-    paid = payback(_arm(before), _arm(after), spent, attempts=1, value_per_success=0.0)
-    if paid is not None:
-        costs["pays_by_lower_cost_alone"] = math.isfinite(paid.break_even_successes)
-        costs["break_even_successes"] = paid.break_even_successes if math.isfinite(paid.break_even_successes) else None
+    costs["payback"] = _payback(_arm(before), _arm(after), spent, worth, interval)
     return costs
+
+
+def _payback(
+    before: Arm, after: Arm, spent: float | None, worth: WorthConfig | None, interval: tuple[float, float] | None
+) -> dict[str, Any] | None:
+    """When the cycle has paid for itself; JSON has no infinity, so ``never`` says what a null would not.
+
+    Without a worth, from lower cost alone.
+    """
+    attempts, value = (worth.attempts, worth.usd_per_success) if worth else (1.0, 0.0)
+    found = payback(before, after, spent, attempts=attempts, value_per_success=value, gain_ci95=interval)
+    if found is None:
+        return None
+    by_cost = {"successes": found.break_even_successes, "never": math.isinf(found.break_even_successes)}
+    if worth is None:
+        return {"by_lower_cost": by_cost, "by_worth": None}
+    by_worth = {
+        "usd_per_success": worth.usd_per_success,
+        "attempts_served": worth.attempts,
+        "gain_per_attempt_usd": found.gain_per_attempt,
+        "break_even_attempts": found.break_even_attempts,
+        "break_even_attempts_ci95": found.break_even_ci95,
+        "never": math.isinf(found.break_even_attempts),
+        "return": found.roi,
+        "return_ci95": found.roi_ci95,
+    }
+    return {"by_lower_cost": by_cost, "by_worth": by_worth}
 
 
 def _unit_costs(row: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -131,7 +131,12 @@ def eval_(
     run: RunFolder = None,
     n: Annotated[int, typer.Option("-n", "--tasks", min=1, help="Number of tasks.")] = 96,
     split: Annotated[
-        str, typer.Option("--split", metavar="NAME", help="heldout, gate or train. Looking at the gate wears it out.")
+        str,
+        typer.Option(
+            "--split",
+            metavar="NAME",
+            help="heldout, gate or train; looks at the gate are counted.",
+        ),
     ] = "heldout",
     set_: Settings = None,
     seed: Annotated[int, typer.Option("--seed", help="Which tasks of the split are drawn.")] = 0,
