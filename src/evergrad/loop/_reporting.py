@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 from evergrad.envs import Taskset
+from evergrad.evals import GIVEN_UP
 from evergrad.ledger import (
     Ledger,
     Point,
@@ -91,10 +92,11 @@ def _prices(config: RunConfig, state: LoopState, registry: Registry) -> dict[str
 
 
 def _frontier(config: RunConfig, state: LoopState) -> list[dict[str, Any]]:
-    """Score against cost per success of all versions measured on the deployed suite, and who is dominated by whom."""
+    """Score against cost per success of all versions measured on the whole deployed suite, and who is dominated by whom."""
     suite = _deployed_suite(config, state)
     names = dict.fromkeys(row["version_id"] for row in state.scores if row["suite"] == suite and "suite_hash" in row)
-    rows = [row for name in names if (row := row_of(state, name, suite)) is not None]
+    found = (row_of(state, name, suite) for name in names)
+    rows = [row for row in found if row is not None and GIVEN_UP not in row["outcomes"]]
     placed = pareto_front(Point(row["version_id"], row["mean"], row["usd_per_success"]) for row in rows)
     return [
         {
