@@ -241,6 +241,45 @@ def test_the_cost_of_a_success_can_be_limited() -> None:
     assert gate(candidate, incumbent, costs=Costs(dear, cheap)).promote, "no limit, no ruling"
 
 
+def scored(version: str, values: list[float], **changes: object) -> dict[str, EvalReport]:
+    return {SUITE: report(version, {f"t{i}": value for i, value in enumerate(values)}, **changes)}
+
+
+LIMIT = GateConfig(max_cost_increase=0.1)
+FREE = Costs(dict.fromkeys((f"t{i}" for i in range(100)), 0.0), dict.fromkeys((f"t{i}" for i in range(100)), 0.0))
+NEVER, HALF = scored("old", [0.0] * 100), scored("old", [0.0, 1.0] * 50)
+EDGES = {
+    "a score that is no number": (scored("new", [1.0] * 99 + [math.nan]), NEVER, {}, "not finite numbers"),
+    "a missing task": (
+        scored("new", [1.0] * 99, missing=("t99",)),
+        NEVER,
+        {},
+        "1 of 100 tasks are missing",
+    ),
+    "part of the tasks": (scored("new", [1.0] * 99), NEVER, {}, "1 only under the incumbent"),
+    "other tasks": (scored("new", [1.0] * 100, suite_hash="other"), NEVER, {}, "measured differently"),
+    "a tie": (scored("new", [1.0, 0.0] * 50), HALF, {}, "tied"),
+    "one task": (scored("new", [1.0]), scored("old", [0.0]), {}, "1 pairs with the incumbent, preset are at least 96"),
+    "no cost": (
+        scored("new", [1.0] * 100),
+        HALF,
+        {"config": LIMIT, "costs": FREE},
+        "the limit is 1.1",
+    ),
+    "no success": (scored("new", [0.0] * 100), NEVER, {}, "tied"),
+    "a fall": (scored("new", [0.0] * 100), HALF, {}, "the mean score falls by 0.5000"),
+    "nothing to gain": (scored("new", [1.0] * 100), scored("old", [1.0] * 100), {}, "nothing to gain"),
+}
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_no_edge_case_promotes_and_each_says_why(case: str) -> None:
+    candidate, incumbent, options, told = EDGES[case]
+    verdict = gate(candidate, incumbent, **options)
+    assert verdict.promote is False
+    assert told in "\n".join(verdict.reasons), verdict.reasons
+
+
 # ── The series ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
