@@ -168,7 +168,9 @@ def measured(session: Any, version_id: str, successes: int, usd: float, draw: in
     report = EvalReport(version_id, suite, scores, hash_of(session, V1, draw))
     write_json(report_path(session.folder.path, version_id, suite), dataclasses.asdict(report))
     row = {"label": f"{version_id} on {suite}", "suite": suite, "suite_hash": report.suite_hash, "version_id": version_id}
-    row |= {"mean": report.mean, "n": N, "task_ids": list(scores), "task_scores": list(scores.values()), "task_usd": [usd] * N}
+    ended = sorted(scores, reverse=version_id == "old")  # each in an order of its own, as tries end
+    row |= {"mean": report.mean, "n": N, "task_ids": ended, "task_scores": [scores[each] for each in ended]}
+    row |= {"task_usd": [usd] * N}
     share = successes / N
     session.state.scores.append(row | {"success_rate": share, "usd_per_success": usd / share if share else None})
     return report

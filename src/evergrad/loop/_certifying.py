@@ -116,9 +116,8 @@ def _costs(state: LoopState, verdict: Verdict, primary: str, worth: WorthConfig 
     }
     if before is None or after is None or not before["task_usd"] or not after["task_usd"]:
         return costs
-    if before["task_ids"] == after["task_ids"]:
-        arms = [(row["task_scores"], row["task_usd"]) for row in (before, after)]
-        compared = compare_intelligence(arms[0], arms[1])
+    if set(before["task_ids"]) == set(after["task_ids"]):
+        compared = compare_intelligence(_by_task(before), _by_task(after))
         costs["intelligence_per_dollar_ratio"] = compared.ratio
         costs["intelligence_per_dollar_ratio_ci95"] = compared.ci95
     costs["payback"] = _payback(_arm(before), _arm(after), spent, worth, interval)
@@ -150,6 +149,12 @@ def _payback(
         "return_ci95": found.roi_ci95,
     }
     return {"by_lower_cost": by_cost, "by_worth": by_worth}
+
+
+def _by_task(row: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Scores and costs in the order of task ids; a row has them in the order in which its tries ended."""
+    pairs = sorted(zip(row["task_ids"], row["task_scores"], row["task_usd"], strict=True))
+    return [score for _, score, _ in pairs], [usd for *_, usd in pairs]
 
 
 def _unit_costs(row: Mapping[str, Any] | None) -> dict[str, Any]:
