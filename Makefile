@@ -15,7 +15,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-gate docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -78,6 +78,9 @@ bench-engine: $(READY)  ## Our engine against transformers.generate; one line of
 
 bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 sessions; one line of JSON
 	$(BIN)/python benchmarks/bench_rollouts.py
+
+bench-gate: $(READY)  ## The gate's promises over long series, by simulation; one line of JSON
+	$(BIN)/python benchmarks/bench_gate.py
 
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py

@@ -15,7 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evergrad.evals import EvalError, evaluate, pass_at_k, report_from_json, report_hash, suite_hash
+from evergrad.evals import (
+    GIVEN_UP,
+    EvalError,
+    evaluate,
+    give_up_on,
+    pass_at_k,
+    report_from_json,
+    report_hash,
+    suite_hash,
+)
 from evergrad.types import EvalReport, Limits, Message, Outcome, Rollout, Sampling, Task, Usage, strict_json
 
 
@@ -204,3 +213,44 @@ def test_reports_survive_json(scores: dict[str, float], missing: list[str]) -> N
     assert again == report
     assert report_hash(again) == report_hash(report)
     assert report_hash(replace(report, version_id="w")) != report_hash(report)
+
+
+async def test_what_is_shown_to_be_worse_is_given_up_at_the_same_task_whatever_ends_first() -> None:
+    suite, rival = tasks(200), {f"desk/{i}": 1.0 for i in range(200)}
+    found = []
+    for seed in range(3):
+        order, started = random.Random(seed), [0]
+
+        async def run(task: Task, order: random.Random = order, started: list[int] = started) -> Rollout:
+            started[0] += 1
+            for _ in range(order.randrange(6)):
+                await asyncio.sleep(0)
+            return ended(task, Outcome.SCORED, float(int(task.task_id[5:]) % 4 == 0))
+
+        report = await evaluate("v1", "desk", suite, run, concurrency=16, give_up=give_up_on(rival, 0.05))
+        assert started[0] < 60, "tasks that were not started were not paid for"
+        found.append(report_hash(report))
+    assert len(set(found)) == 1
+    after = report.outcomes[GIVEN_UP]
+    assert list(report.scores) == [f"desk/{i}" for i in range(after)]
+    assert len(report.missing) == 200 - after
+    assert report.usage.prompt_tokens == 10 * after
+    assert report.suite_hash == suite_hash(suite), "it was the same suite"
+
+
+async def test_what_is_not_worse_is_hardly_ever_given_up() -> None:
+    suite, given_up = tasks(150), 0
+    for seed in range(40):
+        draws = random.Random(seed)
+        scores = {task.task_id: float(draws.random() < 0.6) for task in suite}
+        rival = {task.task_id: float(draws.random() < 0.6) for task in suite}
+
+        async def run(task: Task, scores: dict[str, float] = scores) -> Rollout:
+            return ended(task, Outcome.SCORED, scores[task.task_id])
+
+        report = await evaluate("v1", "desk", suite, run, give_up=give_up_on(rival, 0.05))
+        given_up += GIVEN_UP in report.outcomes
+    assert given_up <= 4
+    assert not give_up_on({"a": 1.0}, 0.05)("b", 0.0), "without a pair there is nothing to compare"
+    ask = give_up_on({"a": 7.0}, 0.05)
+    assert not any(ask("a", 0.0) for _ in range(99)), "scores that are no shares are left to the gate"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.config import ConfigError, parse_config
-from evergrad.evals import Costs, GateConfig, gate, report_from_json, report_hash
+from evergrad.evals import (
+    GIVEN_UP,
+    Costs,
+    GateConfig,
+    Plan,
+    Trial,
+    announce,
+    betting_e_process,
+    gate,
+    mcnemar_p,
+    plan_from_json,
+    report_from_json,
+    report_hash,
+    trials_of,
+)
 from evergrad.types import EvalReport, Verdict, strict_json
 
 SUITE, GUARD = "desk@v2/gate", "desk@v1/gate"
@@ -63,7 +78,7 @@ def test_reports_read_back_from_json_give_the_same_verdict() -> None:
 
 
 def test_chance_ties_falls_and_small_gains_are_refused() -> None:
-    refused(gate(*pair(12, 6, 100)), "p = 0.238 (exact McNemar) is above the preset 0.05")
+    refused(gate(*pair(12, 6, 100)), "one-sided p (exact McNemar) 0.119, level 0.00547 (saffron): not shown to be better")
     refused(gate(*pair(30, 30, 100)), "30 wins, 30 losses of 100: tied")
     refused(gate(*pair(0, 0, 100)), "tied; the incumbent already scores 1.000: nothing to gain, it goes on serving")
     refused(gate(*pair(30, 70, 400)), "the mean score falls by 0.1000")
@@ -129,7 +144,6 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "candidate on desk@v1/gate: 1 of 2 tasks are missing",
         "40 pairs with the incumbent, preset are at least 96",
         "the mean score falls by 0.0500",
-        "p = 0.727 (exact McNemar) is above",
         "guard absent: no report of the candidate or of the incumbent",
         "guard desk@v1/gate: no report of the incumbent",
     )
@@ -227,12 +241,176 @@ def test_the_cost_of_a_success_can_be_limited() -> None:
     assert gate(candidate, incumbent, costs=Costs(dear, cheap)).promote, "no limit, no ruling"
 
 
+def scored(version: str, values: list[float], **changes: object) -> dict[str, EvalReport]:
+    return {SUITE: report(version, {f"t{i}": value for i, value in enumerate(values)}, **changes)}
+
+
+LIMIT = GateConfig(max_cost_increase=0.1)
+FREE = Costs(dict.fromkeys((f"t{i}" for i in range(100)), 0.0), dict.fromkeys((f"t{i}" for i in range(100)), 0.0))
+NEVER, HALF = scored("old", [0.0] * 100), scored("old", [0.0, 1.0] * 50)
+EDGES = {
+    "a score that is no number": (scored("new", [1.0] * 99 + [math.nan]), NEVER, {}, "not finite numbers"),
+    "a missing task": (
+        scored("new", [1.0] * 99, missing=("t99",)),
+        NEVER,
+        {},
+        "1 of 100 tasks are missing",
+    ),
+    "part of the tasks": (scored("new", [1.0] * 99), NEVER, {}, "1 only under the incumbent"),
+    "other tasks": (scored("new", [1.0] * 100, suite_hash="other"), NEVER, {}, "measured differently"),
+    "a tie": (scored("new", [1.0, 0.0] * 50), HALF, {}, "tied"),
+    "one task": (scored("new", [1.0]), scored("old", [0.0]), {}, "1 pairs with the incumbent, preset are at least 96"),
+    "no cost": (
+        scored("new", [1.0] * 100),
+        HALF,
+        {"config": LIMIT, "costs": FREE},
+        "the limit is 1.1",
+    ),
+    "no success": (scored("new", [0.0] * 100), NEVER, {}, "tied"),
+    "a fall": (scored("new", [0.0] * 100), HALF, {}, "the mean score falls by 0.5000"),
+    "nothing to gain": (scored("new", [1.0] * 100), scored("old", [1.0] * 100), {}, "nothing to gain"),
+}
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_no_edge_case_promotes_and_each_says_why(case: str) -> None:
+    candidate, incumbent, options, told = EDGES[case]
+    verdict = gate(candidate, incumbent, **options)
+    assert verdict.promote is False
+    assert told in "\n".join(verdict.reasons), verdict.reasons
+
+
+# ── The series ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_level_of_a_try_follows_from_the_verdicts_before_it() -> None:
+    first = gate(*pair(25, 10, 100))
+    assert first.evidence["series"] == {
+        "rule": "saffron",
+        "alpha": 0.05,
+        "trial": 1,
+        "promotions_before": 0,
+        "level": pytest.approx(0.5 * 0.025 / 2.285765668),
+        "p_value": pytest.approx(mcnemar_p(25, 10, "greater")),
+        "e_value": None,
+    }
+    refused(first, "try 1 of the series: one-sided p (exact McNemar) 0.00834, level 0.00547 (saffron): not shown to be better")
+    assert gate(*pair(25, 10, 100), GateConfig(series="fixed")).promote, "what a single test at 0.05 would have promoted"
+    clear = gate(*pair(40, 10, 100), history=[first])
+    assert clear.promote
+    later = gate(*pair(25, 10, 100), history=[first, clear])
+    assert later.promote, "a promotion earns level for the tries after it"
+    assert later.evidence["series"]["level"] > 0.01
+    assert later.evidence["series"]["promotions_before"] == 1
+
+
+def test_only_tries_that_could_have_promoted_take_part_in_the_series() -> None:
+    short = gate(*pair(40, 0, 95))
+    by_hand = Verdict(True, ("by hand",), {"by_hand": True}, "x", "old")
+    bootstrap = gate(pair(70, 30, 400)[0], None, bootstrap=True)
+    assert trials_of([short, by_hand, bootstrap]) == []
+    assert gate(*pair(40, 10, 100), history=[short, by_hand, bootstrap]).evidence["series"]["trial"] == 1
+
+
+def test_a_gain_that_a_guard_stopped_earns_no_level() -> None:
+    stopped = gate(*guarded(0, 12, 96))
+    assert stopped.evidence["series"]["p_value"] < stopped.evidence["series"]["level"]
+    assert trials_of([stopped]) == [Trial(1.0, promoted=False)]
+    assert gate(*pair(40, 10, 100), history=[stopped]).evidence["series"]["level"] < 0.002
+
+
+def test_e_values_rule_where_they_are_asked_for() -> None:
+    config = GateConfig(series="e_lond")
+    verdict = gate(*pair(70, 30, 400), config)
+    assert verdict.evidence["series"]["e_value"] == pytest.approx(854.59, abs=0.005)
+    assert verdict.evidence["series"]["p_value"] == pytest.approx(1 / 854.59, rel=1e-5)
+    assert verdict.evidence["series"]["level"] == pytest.approx(0.05 * 0.07720838 * math.log(2))
+    assert verdict.promote
+    after = {f"t{i}": 0.3 + (i % 7) / 20 for i in range(120)}
+    before = {f"t{i}": 0.1 + (i % 7) / 20 for i in range(120)}
+    graded = gate({SUITE: report("new", after)}, {SUITE: report("old", before)}, config)
+    assert graded.evidence["series"]["e_value"] == pytest.approx(betting_e_process([0.2] * 120)[-1])
+    beyond = {name: 20 * score for name, score in after.items()}
+    refused(gate({SUITE: report("new", beyond)}, {SUITE: report("old", before)}, config), "no e-value: difference")
+
+
+def test_a_candidate_that_was_given_up_is_refused_and_counts_as_a_try_without_hope() -> None:
+    candidate, incumbent = pair(0, 400, 400)
+    scores = dict(list(candidate[SUITE].scores.items())[:9])
+    missing = tuple(name for name in candidate[SUITE].scores if name not in scores)
+    given_up = {SUITE: report("new", scores, missing=missing, outcomes={GIVEN_UP: 9})}
+    plan = plan_of(suites={SUITE: "suite-hash", GUARD: "never measured"})
+    verdict = gate(given_up, incumbent, GateConfig(guards={GUARD: 0.1}, max_cost_increase=0.1), costs=Costs({}, {}))
+    refused(verdict, "candidate on desk@v2/gate: given up after 9 of 400 tasks: shown to be worse by then")
+    assert trials_of([verdict]) == [Trial(1.0, promoted=False)]
+    refused(gate(given_up, incumbent, plan=plan), "given up after 9 of 400 tasks")
+
+
+def test_looks_at_the_same_tasks_are_counted() -> None:
+    looks: list[Verdict] = []
+    for count in range(3):
+        verdict = gate(*pair(70, 30, 400), history=looks)
+        assert verdict.evidence["holdout"] == {"suite_hash": "suite-hash", "uses_before": count, "looks_by_hand": 0}
+        assert ("2 verdicts have looked at these tasks before" in verdict.reasons[0]) == (count == 2)
+        looks.append(verdict)
+    peeked = gate(*pair(70, 30, 400), plan=plan_of(looks_by_hand=3))
+    assert peeked.evidence["holdout"]["looks_by_hand"] == 3
+    assert "3 looks at these tasks by hand" in peeked.reasons[0]
+
+
+# ── The plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plan_of(earlier: Sequence[Verdict] = (), **changes: object) -> Plan:
+    plan = announce("new", "old", {SUITE: "suite-hash"}, SUITE, GateConfig(), history=earlier)
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def test_evidence_that_follows_its_plan_is_ruled_by_it() -> None:
+    earlier = [gate(*pair(40, 10, 100))]
+    plan = plan_of(earlier)
+    verdict = gate(*pair(70, 30, 400), history=earlier, plan=plan)
+    assert verdict.promote
+    assert verdict.evidence["plan_hash"] == plan.hash
+    assert (plan.trial, plan.level) == (2, verdict.evidence["series"]["level"])
+    assert plan_from_json(json.loads(strict_json(plan))) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"candidate_id": "other"}, "candidate new, announced was other"),
+        ({"incumbent_id": "other"}, "incumbent old, announced was other"),
+        ({"primary": GUARD}, "primary suite"),
+        ({"suites": {SUITE: "other tasks"}}, "suites"),
+        ({"suites": {SUITE: "suite-hash", GUARD: "h"}}, "suites"),
+        ({"anchors": {GUARD: "first"}}, "anchors"),
+        ({"gate": {**GateConfig().model_dump(mode="json"), "alpha": 0.2}}, "settings"),
+        ({"clusters": "abcd"}, "clusters"),
+        ({"history": "0000"}, "history"),
+        ({"level": 0.05}, "level"),
+    ],
+)
+def test_evidence_that_departs_from_its_plan_is_refused(change: dict[str, object], told: str) -> None:
+    verdict = gate(*pair(70, 30, 400), plan=plan_of(**change))
+    refused(verdict, f"the evidence departs from the plan: {told}")
+    assert "series" not in verdict.evidence
+
+
+def test_a_plan_has_the_hash_of_all_that_it_says() -> None:
+    assert plan_of().hash == plan_of().hash
+    changed = [plan_of(level=0.01), plan_of(trial=2), plan_of(price_book="x"), plan_of(clusters="x")]
+    assert len({plan_of().hash, *(plan.hash for plan in changed)}) == 5
+
+
 def test_configuration_is_strict() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'alpha'\?"):
         parse_config(GateConfig, {"alhpa": 0.01}, where="run.toml")
     for bad in ({"alpha": 0}, {"min_n": 0}, {"min_delta": math.nan}, {"max_missing_share": 1}, {"guard_margin": 0}):
         with pytest.raises(ConfigError):
             parse_config(GateConfig, bad, where="run.toml")
+    with pytest.raises(ConfigError, match="saffron"):
+        parse_config(GateConfig, {"series": "bonferroni"}, where="run.toml")
 
 
 weird = st.one_of(st.sampled_from([0.0, 1.0, 0.5]), st.floats(), st.none())

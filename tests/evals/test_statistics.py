@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from evergrad.evals import (
     EvalError,
     cost_per_success_ratio,
+    gain_interval,
     mcnemar_p,
     non_inferiority_p,
     paired_difference,
+    sample_size,
     sign_flip_p,
     wilson_interval,
 )
@@ -117,6 +119,51 @@ def test_sign_flips_hold_their_level_and_see_a_shift() -> None:
     assert sign_flip_p(draws.normal(0.8, 1, size=60)) < 1e-3
     sample = draws.normal(0.3, 1, size=40)
     assert sign_flip_p(sample, seed=1) == sign_flip_p(sample, seed=1)
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_one_sided_mcnemar_is_the_upper_tail_written_out(wins: int, losses: int) -> None:
+    total = wins + losses
+    tail = sum(math.comb(total, k) for k in range(wins, total + 1)) / 2**total
+    assert mcnemar_p(wins, losses, "greater") == pytest.approx(tail)
+
+
+def test_one_sided_sign_flips_count_only_gains() -> None:
+    differences = [1.0] * 30 + [-1.0] * 14 + [0.0] * 60
+    assert sign_flip_p(differences, alternative="greater") == pytest.approx(mcnemar_p(30, 14, "greater"), abs=0.003)
+    assert sign_flip_p([-each for each in differences], alternative="greater") > 0.98
+    assert sign_flip_p([3.0, 2.0, 1.0], alternative="greater") == pytest.approx(1 / 8)
+
+
+def test_sign_flips_can_fall_below_any_level_they_are_held_against() -> None:
+    gains = [0.5] * 40
+    assert sign_flip_p(gains, alternative="greater") == pytest.approx(1e-4)
+    assert sign_flip_p(gains, alternative="greater", level=1e-4) < 1e-5
+
+
+def test_sample_size_of_the_worked_example() -> None:
+    assert sample_size(0.05, 0.25) == 613, "612.07, rounded up"
+    # By simulation: 25% of the tasks differ, the candidate wins 60% of those.
+    draws = np.random.default_rng(9)
+    wins, losses, _ = draws.multinomial(613, [0.15, 0.10, 0.75], size=4000).T
+    z = (wins - losses) / np.sqrt(wins + losses - (wins - losses) ** 2 / 613)
+    assert (z > 1.645).mean() == pytest.approx(0.80, abs=0.02)
+    with pytest.raises(EvalError, match="no sample size"):
+        sample_size(0.3, 0.2)
+
+
+def test_bootstrap_of_clusters_covers_the_mean() -> None:
+    draws, n, m, covered = np.random.default_rng(6), 240, 4, 0
+    for repeat in range(150):
+        shared = np.repeat(draws.normal(scale=0.2, size=n // m), m)
+        values = {str(i): float(v) for i, v in enumerate(0.05 + shared + draws.normal(scale=0.2, size=n))}
+        pairs = paired_difference(values, dict.fromkeys(values, 0.0), {name: int(name) // m for name in values})
+        name, (low, high) = gain_interval(pairs, seed=repeat)
+        covered += low <= 0.05 <= high
+        assert name == "cluster bootstrap"
+        assert (low, high) == pytest.approx(pairs.ci95, abs=0.02), "about that of the clustered standard error"
+    assert 0.90 <= covered / 150 <= 0.99
+    assert gain_interval(paired_difference(*arms(70, 30, 400))) == ("normal", pytest.approx((0.05199, 0.14801), abs=5e-6))
 
 
 def test_sign_flips_agree_with_mcnemar_on_binary_differences() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ from evergrad.ledger import (
     Arm,
     Ledger,
     LedgerError,
+    Point,
     PriceBook,
     compare_intelligence,
     cost_per_million_tokens,
     cost_per_success,
     intelligence_per_dollar,
     marginal_intelligence,
+    pareto_front,
     payback,
 )
 
@@ -33,26 +37,40 @@ DELTA_SE = math.sqrt(96) / 400
 DELTA_CI95 = (0.1 - 1.959963984540054 * DELTA_SE, 0.1 + 1.959963984540054 * DELTA_SE)
 
 
-def test_training_cost_of_the_worked_example(tmp_path: object) -> None:
+# Phase, resource, quantity, dollars to the cent.
+TRAINING = [
+    ("train", "gpu_h", 40, "120.00"),
+    ("rollout", "gpu_h", 40, "120.00"),
+    ("rollout", "sandbox_core_h", 2000, "100.00"),
+    ("label", "judge_in", 20_000_000, "20.00"),
+    ("label", "judge_out", 2_000_000, "10.00"),
+    ("store", "storage_gb_month", 500, "10.00"),
+    ("gate", "gpu_h", 10, "30.00"),
+    ("label", "label_h", 2, "90.00"),
+]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Ledger]:
     prices = {"gpu_h": 3, "sandbox_core_h": "0.05", "judge_in": 1, "judge_out": 5, "storage_gb_month": "0.02", "label_h": 45}
     per = {"judge_in": 1_000_000, "judge_out": 1_000_000}
     book = PriceBook.model_validate({"prices": {name: {"usd": usd, "per": per.get(name, 1)} for name, usd in prices.items()}})
-    ledger = Ledger(f"{tmp_path}/ledger.sqlite", book)
-    spent = [
-        ("train", "gpu_h", 40),
-        ("rollout", "gpu_h", 40),
-        ("rollout", "sandbox_core_h", 2000),
-        ("label", "judge_in", 20_000_000),
-        ("label", "judge_out", 2_000_000),
-        ("store", "storage_gb_month", 500),
-        ("gate", "gpu_h", 10),
-        ("label", "label_h", 2),
-    ]
-    for index, (phase, resource, quantity) in enumerate(spent):
-        ledger.record(f"k{index}", subject="cycle-1", phase=phase, resource=resource, quantity=quantity)
-    summary = ledger.summary()
-    assert summary.usd == ledger.total_usd() == T
+    with Ledger(tmp_path / "ledger.sqlite", book) as ledger:
+        for index, (phase, resource, quantity, _) in enumerate(TRAINING):
+            ledger.record(f"k{index}", subject="cycle-1", phase=phase, resource=resource, quantity=quantity)
+        yield ledger
+
+
+@pytest.mark.parametrize("line", range(len(TRAINING)), ids=[f"{phase}-{resource}" for phase, resource, *_ in TRAINING])
+def test_each_line_of_the_worked_example_to_the_cent(trained: Ledger, line: int) -> None:
+    assert trained.entries()[line].usd == Decimal(TRAINING[line][3])
+
+
+def test_training_cost_of_the_worked_example(trained: Ledger) -> None:
+    summary = trained.summary()
+    assert summary.usd == trained.total_usd() == T
     assert summary.by_phase == {"gate": 30, "label": 120, "rollout": 220, "store": 10, "train": 120}
+    assert sum(Decimal(usd) for *_, usd in TRAINING) == T
 
 
 def test_serving_figures_of_the_worked_example() -> None:
@@ -137,6 +155,36 @@ def test_no_success_leaves_cost_per_success_undefined_but_bounded() -> None:
     assert cost_per_success(Decimal(3), successes=2, attempts=4).lower_bound is None
     with pytest.raises(LedgerError, match="5 successes in 4 attempts"):
         cost_per_success(Decimal(3), successes=5, attempts=4)
+
+
+def test_the_front_of_the_worked_example_names_who_dominates_whom() -> None:
+    champion = Point("champion", 0.60, Decimal("0.0611111"))
+    candidate = Point("candidate", 0.70, Decimal("0.05"))
+    cheap, unpriced = Point("cheap", 0.40, 0.01), Point("unpriced", 0.99, None)
+    placed = {each.point.name: each for each in pareto_front([champion, candidate, unpriced, cheap])}
+    assert list(placed) == ["cheap", "candidate", "champion", "unpriced"]
+    assert placed["champion"].dominated_by == ("candidate",)
+    assert [name for name, each in placed.items() if each.on_front] == ["cheap", "candidate"]
+    assert placed["unpriced"].dominated_by == (), "what has no price is not judged"
+    twins = pareto_front([Point("a", 0.5, 1.0), Point("b", 0.5, 1.0)])
+    assert all(each.on_front for each in twins)
+    with pytest.raises(LedgerError, match="two points"):
+        pareto_front([champion, champion])
+    with pytest.raises(LedgerError, match="not finite"):
+        pareto_front([Point("x", math.nan, 1.0)])
+
+
+points = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=12)
+
+
+@given(points)
+def test_a_point_is_dominated_exactly_if_some_other_is_nowhere_worse_and_somewhere_better(rows: list[tuple[int, int]]) -> None:
+    placed = pareto_front([Point(str(i), float(score), float(cost)) for i, (score, cost) in enumerate(rows)])
+    for each in placed:
+        score, cost = rows[int(each.point.name)]
+        better = {str(i) for i, (s, c) in enumerate(rows) if s >= score and c <= cost and (s, c) != (score, cost)}
+        assert set(each.dominated_by) == better
+    assert any(each.on_front for each in placed) or not rows
 
 
 def test_unpriced_and_free_have_no_figure() -> None:

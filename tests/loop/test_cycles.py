@@ -15,6 +15,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from evergrad.loop.auditing import State, audit, read_certificate
+from evergrad.loop.certificate import signing_key
 from evergrad.registry import Registry
 from tests.loop.conftest import LETTERS, TINY_RUN, Start, half_written, workers
 
@@ -136,10 +138,24 @@ def test_two_cycles_learn_fall_and_forget_nothing(undisturbed: Path) -> None:
         ("t-c2-rl", "letters@v2"),
         ("t-c2-rl", "letters@v1"),
     ]
+    series = [cycle["evidence"]["series"] for cycle in report["cycles"]]
+    assert [(each["trial"], each["promotions_before"]) for each in series] == [(1, 0), (2, 1)]
+    assert series[1]["level"] > series[0]["level"]
+    assert {place["version_id"] for place in report["frontier"]} == {"t-c1-rl", "t-c2-rl"}
     live = [score["label"] for score in report["scores"] if score["label"].startswith("live")]
     assert live == ["live, cycle 1", "live, cycle 1, check 2", "live, cycle 2"]
     assert report["wall_s"] > sum(step["seconds"] for step in report["steps"])
     assert all("task_usd" not in score for score in report["scores"])
+
+
+def test_each_verdict_has_a_certificate_that_an_audit_confirms(undisturbed: Path) -> None:
+    paths = sorted((undisturbed / "certificates").glob("*.json"))
+    assert [path.name.rpartition("-")[0] for path in paths] == ["t-c1-rl", "t-c2-rl"]
+    for path in paths:
+        found = {each.check: each for each in audit(undisturbed, read_certificate(path), signing_key().public_key())}
+        assert [each for each in found.values() if each.state is State.FAILS] == []
+        assert found["ruling made again"].told == "the same to the last digit"
+        assert path.with_suffix(".html").is_file()
 
 
 MOMENTS: dict[str, Callable[[Path, dict[str, Any]], bool]] = {

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from evergrad.config import load_config
 from evergrad.envs import Taskset
-from evergrad.evals import GateConfig
+from evergrad.evals import GIVEN_UP, GateConfig
 from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
 from evergrad.loop._console import LoopConsole
@@ -552,6 +552,25 @@ async def test_a_report_of_another_verifier_is_measured_again(tmp_path: Path, mo
     assert (before.scores, session.measurements) == (after.scores, 2)
     assert before.suite_hash != after.suite_hash
     assert [row["suite_hash"] for row in session.saved] == [after.suite_hash]
+
+
+async def test_a_report_that_was_given_up_speaks_for_the_candidate_and_for_no_incumbent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(task: Task, *_: Any, rollout_id: str, group_id: str) -> Rollout:
+        return Rollout(rollout_id, group_id, task.task_id, (), Outcome.SCORED, 0.0, usage=Usage(completion_tokens=1))
+
+    monkeypatch.chdir(EXAMPLES[0].parents[1])
+    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    session: Any = _Measuring(tmp_path, {})
+    rival = await _measuring.report_for(session, version("a"), {}, session.engine)
+    monkeypatch.setattr(_measuring, "greedy_rollout", fail)
+    candidate = await _measuring.report_for(session, version("b"), {}, session.engine, rival=rival)
+    assert candidate.outcomes[GIVEN_UP] == len(candidate.scores) < 20 < len(rival.scores)
+    assert await _measuring.report_for(session, version("b"), {}, session.engine, rival=rival) == candidate
+    assert session.measurements == 2
+    whole = await _measuring.report_for(session, version("b"), {}, session.engine)
+    assert (len(whole.scores), session.measurements) == (len(rival.scores), 3), "promoted by hand, it is an incumbent like any"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import dataclasses
 import errno
 import io
@@ -20,6 +21,7 @@ import pytest
 
 from evergrad.config import load_config
 from evergrad.ledger import Ledger, PhaseClock, Price, PriceBook
+from evergrad.loop.certificate import key_path, sign, signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry
 from evergrad.service._edge import explain, guarded
@@ -300,7 +302,8 @@ def test_a_broken_configuration_of_a_run_is_named(cli: Cli, run: Path, text: str
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"usd_per_success": "x"}', '{"usd_per_million_tokens": []}', '{"intelligence_per_dollar": 3}',
-     '{"intelligence_per_dollar": {"ci95": 3}}', '{"intelligence_per_dollar": {"ci95": [1, "x"]}}', "[" * 100_000],
+     '{"intelligence_per_dollar": {"ci95": 3}}', '{"frontier": 3}', '{"frontier": [{"version_id": 3}]}',
+     '{"intelligence_per_dollar": {"ci95": [1, "x"]}}', "[" * 100_000],
 )  # fmt: skip
 def test_a_broken_report_is_named_by_cost(cli: Cli, run: Path, text: str) -> None:
     with Ledger(run / "ledger.sqlite"):
@@ -467,3 +470,61 @@ def test_whatever_is_raised_is_one_line(error: BaseException) -> None:
     assert guarded(fail, stderr=out) == 1
     assert out.getvalue().startswith(f"error: {type(error).__name__}")
     assert out.getvalue().count("\n") == 1
+
+
+def test_the_bill_goes_out_as_a_focus_table_and_can_be_priced_anew(cli: Cli, run: Path) -> None:
+    with Ledger(run / "ledger.sqlite", PriceBook(prices={"cpu_core_s": Price(usd=Decimal(2))})) as ledger:
+        for number, phase in enumerate(("rollout", "train", "idle")):
+            ledger.record(f"k{number}", subject="cycle-1", phase=phase, resource="cpu_core_s", quantity=10 * (number + 1))
+    assert cli("cost", "--focus", "out/bill.csv").code == 0
+    with Path("out/bill.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sum(Decimal(row["BilledCost"]) for row in rows) == 120
+    assert {row["BillingAccountId"] for row in rows} == {"demo"}
+    Path("mine.toml").write_text("[prices.cpu_core_s]\nusd = 3.0\n")
+    repriced = json.loads(cli("cost", "--price-book", "mine.toml", "--json").out)
+    assert Decimal(str(repriced["cost"]["usd"])) == 180
+    assert repriced["usd_per_success"] is None, "a figure of other prices"
+    Path("empty.toml").write_text("prices = {}\n")
+    unpriced = json.loads(cli("cost", "--price-book", "empty.toml", "--json").out)
+    assert (unpriced["cost"]["usd"], unpriced["cost"]["coverage"], unpriced["cost"]["unpriced"]) == (None, 0, ["cpu_core_s"])
+    assert "cannot write the table" in cli("cost", "--focus", "out").error()
+    assert json.loads(cli("cost", "--json").out)["cost"]["usd"] == 120, "the ledger keeps its own"
+
+
+def test_costs_name_the_versions_that_are_dominated(cli: Cli, run: Path) -> None:
+    with Ledger(run / "ledger.sqlite"):
+        pass
+    place = {"suite": "desk@v1", "score": 0.5, "usd_per_success": 0.25, "on_front": True, "dominated_by": []}
+    worse = {**place, "score": 0.4, "on_front": False, "dominated_by": ["demo-c1-rl"]}
+    frontier = [{**place, "version_id": "demo-c1-rl"}, {**worse, "version_id": "demo-c1-sft"}]
+    (run / "report.json").write_text(json.dumps({"frontier": frontier}))
+    out = cli("cost").out
+    assert "score against cost per success on desk@v1" in out
+    assert re.search(r"demo-c1-sft +40\.0% +\$0\.2500 +dominated by demo-c1-rl", out)
+
+
+def test_an_audit_without_certificates_says_so(cli: Cli, run: Path) -> None:
+    assert "no certificate yet" in cli("audit").error()
+    (run / "certificates").mkdir()
+    write = (run / "certificates" / "demo-c1-rl-0.json").write_text
+    write("{}")
+    assert "not a certificate" in cli("audit").error()
+    assert "no public key" in cli("audit", "--key", "absent.pub").error()
+
+
+def test_an_audit_ends_with_1_when_something_does_not_fit(cli: Cli, run: Path) -> None:
+    certificate = sign({"certificate": 1, "candidate_id": "demo-c1-rl"}, signing_key())
+    path = run / "certificates" / "demo-c1-rl-0.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(certificate))
+    result = cli("audit", "production")
+    assert result.code == 1
+    assert re.search(r"signature +holds +by the key it names", result.out)
+    assert re.search(r"weights +fails +cannot be checked", result.out)
+    pinned = cli("audit", "--key", f"{key_path()}.pub", "--json")
+    assert json.loads(pinned.out)["demo-c1-rl-0"][0] == {"check": "signature", "state": "holds", "told": "by the key given"}
+    assert "no certificate of demo-c1-sft" in cli("audit", "demo-c1-sft").error()
+    path.write_text(json.dumps({**certificate, "content": {**certificate["content"], "more": 1}}))
+    forged = cli("audit")
+    assert (forged.code, "weights" in forged.out) == (1, False), "a forgery is looked at no further"

@@ -24,6 +24,13 @@ Run = Callable[[Task], Awaitable[Rollout]]
 """Tries a task once; handed in, so that an evaluation knows neither engine nor environment."""
 
 
+GiveUp = Callable[[str, float], bool]
+"""Asked with a task's id and score, task by task in their order; ``True`` ends the evaluation there."""
+
+GIVEN_UP = "given_up_after"
+"""Key of a report's outcomes: after how many tasks, in their order, the evaluation was given up."""
+
+
 class EvalError(EvergradError):
     """An evaluation that cannot be made, or that says nothing."""
 
@@ -40,6 +47,27 @@ class _Tries:
     fault: str = ""
 
 
+@dataclass
+class _Watch:
+    """Looks at scores in the order of the tasks, whichever ends first, so that where it gives up depends on them alone."""
+
+    order: list[str]
+    samples: int
+    give_up: GiveUp | None
+    seen: int = 0
+    given_up: bool = False
+
+    def look(self, tries: Mapping[str, _Tries]) -> None:
+        while self.give_up is not None and not self.given_up and self.seen < len(self.order):
+            task_id = self.order[self.seen]
+            scores = tries[task_id].scores
+            if len(tries[task_id].outcomes) < self.samples:
+                return
+            self.seen += 1
+            if len(scores) == self.samples:
+                self.given_up = self.give_up(task_id, math.fsum(scores) / self.samples)
+
+
 async def evaluate(
     version_id: str,
     suite: str,
@@ -51,6 +79,7 @@ async def evaluate(
     samples: int = 1,
     concurrency: int = 64,
     max_retries: int = 2,
+    give_up: GiveUp | None = None,
 ) -> EvalReport:
     """Tries each task ``samples`` times and reports its mean score.
 
@@ -65,6 +94,8 @@ async def evaluate(
         samples: Tries per task. A task with fewer good ones than that, after all retries, is missing.
         concurrency: Tries that are under way at once.
         max_retries: Further tries after an environment or verifier fault, for each of the ``samples``.
+        give_up: Once it says so, no further task is started; the tasks after that one are missing, and the report's
+            outcomes say :data:`GIVEN_UP`.
 
     Raises:
         EvalError: no tasks, two tasks with one id, an answer to another task, or not one task with a score; the last
@@ -74,9 +105,14 @@ async def evaluate(
     tries = {task.task_id: _Tries() for task in tasks}
     waiting: Iterator[Task] = iter([task for task in tasks for _ in range(samples)])
 
+    watch = _Watch(list(tries), samples, give_up)
+
     async def worker() -> None:
         for task in waiting:
+            if watch.given_up:
+                return
             await _sample(task, run, tries[task.task_id], max_retries)
+            watch.look(tries)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -85,7 +121,12 @@ async def evaluate(
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     measured = suite_hash(tasks, sampling, fingerprint=fingerprint, samples=samples)
+    if watch.given_up:
+        # Tries that were under way beyond that task ended by chance: with them, no two reports would be the same.
+        tries |= {task_id: _Tries() for task_id in watch.order[watch.seen :]}
     report = _report(version_id, suite, measured, tries, samples)
+    if watch.given_up:
+        report = dataclasses.replace(report, outcomes={**report.outcomes, GIVEN_UP: watch.seen})
     if not report.scores:
         causes = Counter(entry.fault for entry in tries.values()).most_common(5)
         told = "; ".join(f"{count} × {cause}" for cause, count in causes)
@@ -103,12 +144,21 @@ def suite_hash(tasks: Sequence[Task], sampling: Sampling | None = None, *, finge
         "fingerprint": fingerprint,
         "samples": samples,
     }
-    return hashlib.sha256(strict_json(content).encode()).hexdigest()[:16]
+    return content_hash(content)
 
 
 def report_hash(report: EvalReport) -> str:
     """Names a report by all that it says."""
-    return hashlib.sha256(strict_json(report).encode()).hexdigest()[:16]
+    return content_hash(report)
+
+
+def content_hash(content: Any) -> str:
+    """16 hex digits that name JSON content: equal for equal content, whatever the order of keys.
+
+    >>> content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(strict_json(content).encode()).hexdigest()[:16]
 
 
 def report_from_json(data: Mapping[str, Any]) -> EvalReport:

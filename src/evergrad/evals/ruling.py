@@ -2,61 +2,38 @@
 
 One ruling, in this order; all that fails is said, not only the first::
 
-    reports usable? ──▶ paired? ──▶ enough pairs? ──▶ better? (exact McNemar or sign flips, Δ ≥ min_delta)
-                                                 └──▶ no guard suite worse than its margin? (incumbent, frozen anchor)
-                                                 └──▶ cost per success within bounds? (where asked for)
+    reports usable? ──▶ as planned? ──▶ paired? ──▶ enough pairs?
+                                                └──▶ better? (exact McNemar or sign flips, at this try's level in the series)
+                                                └──▶ no guard suite worse than its margin? (incumbent, frozen anchor)
+                                                └──▶ cost per success within bounds? (where asked for)
 
 A candidate is promoted only when every question has an answer and every answer is yes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from pydantic import Field
-
-from evergrad.config import Config
-from evergrad.evals.evaluation import EvalError, report_hash
+from evergrad.evals._checks import Reports, Ruling, check_plan, check_reports, mismatch, one_version
+from evergrad.evals.evaluation import GIVEN_UP, EvalError, content_hash, report_hash
+from evergrad.evals.plan import Plan, uses_of
+from evergrad.evals.sequential import betting_e_process, mixture_e_value
+from evergrad.evals.series import next_level, trials_of
+from evergrad.evals.settings import GateConfig
 from evergrad.evals.statistics import (
     PairedDifference,
     cost_per_success_ratio,
+    gain_interval,
     non_inferiority_p,
     paired_difference,
+    sample_size,
     superiority_p,
 )
-from evergrad.types import EvalReport, Verdict, plain, strict_json
-
-Reports = Mapping[str, EvalReport]
-"""Suite name to report, all of one version."""
-
-
-class GateConfig(Config):
-    """What evidence promotes; fixed before the evidence is seen."""
-
-    alpha: float = Field(default=0.05, gt=0, lt=1)
-    """Level of the superiority test (two-sided) and of each guard (one-sided)."""
-    min_n: int = Field(default=96, ge=1)
-    """Pairs that a suite must have at least."""
-    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Smallest gain in mean score that promotes; any gain by default."""
-    guards: dict[str, float] = Field(default_factory=dict)
-    """Suite to margin: how much worse, in mean score, the candidate must be shown not to be."""
-    guard_margin: float | None = Field(default=0.05, gt=0, allow_inf_nan=False)
-    """Margin of the suites that ``guards`` does not name; ``None`` leaves those unguarded."""
-    max_missing_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a suite's tasks that may lack a score, under either version."""
-    max_cost_increase: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """How much dearer a success may become: 0.1 allows ten percent. ``None`` asks for no cost at all.
-
-    A cost is the time of the machine: where others use it too, or a suite takes but seconds, it is as uneven as that time.
-    """
-    seed: int = 0
-    """Of the sign flips."""
+from evergrad.types import EvalReport, Verdict, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +46,6 @@ class Costs:
     """What making the candidate cost; goes into the evidence."""
 
 
-@dataclass
-class _Ruling:
-    """What has been found so far."""
-
-    config: GateConfig
-    clusters: Mapping[str, Hashable] | None
-    refusals: list[str] = field(default_factory=list)
-    findings: list[str] = field(default_factory=list)
-    evidence: dict[str, Any] = field(default_factory=dict)
-
-
 def gate(
     candidate: Reports,
     incumbent: Reports | None,
@@ -90,6 +56,8 @@ def gate(
     costs: Costs | None = None,
     clusters: Mapping[str, Hashable] | None = None,
     bootstrap: bool = False,
+    history: Sequence[Verdict] = (),
+    plan: Plan | None = None,
 ) -> Verdict:
     """Rules on promoting ``candidate`` over ``incumbent``.
 
@@ -98,39 +66,50 @@ def gate(
         incumbent: Those of the version that serves now, on the same suites; empty or ``None`` when nothing serves.
         config: Thresholds.
         primary: Suite on which the candidate must be better; the first of its reports by default.
-        anchor: Reports of a frozen version; every suite in it is guarded against it too, lest small losses add up.
+        anchor: Reports of frozen versions; every suite in it is guarded against it too, lest small losses add up.
         costs: Per-task costs on the primary suite; needed when ``config.max_cost_increase`` is set.
         clusters: Task id to cluster (repository, customer, conversation); tasks of one cluster are not independent.
         bootstrap: Lets a first version pass without an incumbent, if its own reports are in order.
+        history: All verdicts of the same series before this one, oldest first; they decide the level of this try.
+        plan: What was announced before anything was measured; evidence that departs from it is refused.
     """
     config = config or GateConfig()
-    ruling = _Ruling(config, clusters)
+    ruling = Ruling(config, clusters, history)
     chosen = primary or next(iter(candidate), "")
-    candidate_id = _one_version(ruling, candidate, "candidate")
-    incumbent_id = _one_version(ruling, incumbent, "incumbent") if incumbent else None
+    candidate_id = one_version(ruling, candidate, "candidate")
+    incumbent_id = one_version(ruling, incumbent, "incumbent") if incumbent else None
     if not chosen or chosen not in candidate:
         ruling.refusals.append(f"the candidate has no report on the primary suite{f' {chosen}' if chosen else ''}")
     if candidate_id and candidate_id == incumbent_id:
         ruling.refusals.append(f"candidate and incumbent are the same version, {candidate_id}")
     roles = {"candidate": candidate, "incumbent": incumbent or {}, "anchor": anchor or {}}
-    usable = _check_reports(ruling, roles)
-    _add_identity(ruling, chosen, roles)
+    ruling.given_up = chosen in candidate and GIVEN_UP in candidate[chosen].outcomes
+    check_reports(ruling, roles)
+    if plan is not None:
+        check_plan(ruling, plan, candidate_id, incumbent_id, chosen, roles)
+    _add_identity(ruling, chosen, roles, plan)
     if not incumbent:
-        _rule_without_incumbent(ruling, candidate, chosen, bootstrap, usable)
+        _rule_without_incumbent(ruling, candidate, chosen, bootstrap)
     elif chosen in candidate:
-        _rule_primary(ruling, chosen, candidate, incumbent, usable)
-        _rule_costs(ruling, chosen, candidate, incumbent, costs, usable)
+        _rule_primary(ruling, chosen, candidate, incumbent, plan.looks_by_hand if plan else 0)
+        _rule_costs(ruling, chosen, candidate, incumbent, costs)
     ruling.evidence["guards"] = []
-    if incumbent:
-        for suite, margin in _guards(config, candidate, chosen).items():
-            _rule_guard(ruling, suite, margin, candidate, incumbent, "incumbent", usable)
-    for suite in anchor or {}:
-        margin_there = config.guards.get(suite, config.guard_margin)
-        if margin_there is not None:
-            _rule_guard(ruling, suite, margin_there, candidate, anchor or {}, "anchor", usable)
+    if not ruling.given_up:
+        _rule_guards(ruling, chosen, candidate, incumbent or {}, anchor or {})
     promote = not ruling.refusals
     reasons = tuple(ruling.findings if promote else ruling.refusals)
     return Verdict(promote, reasons, plain(ruling.evidence), candidate_id, incumbent_id)
+
+
+def _rule_guards(ruling: Ruling, primary: str, candidate: Reports, incumbent: Reports, anchor: Reports) -> None:
+    config = ruling.config
+    if incumbent:
+        for suite, margin in _guards(config, candidate, primary).items():
+            _rule_guard(ruling, suite, margin, candidate, incumbent, "incumbent")
+    for suite in anchor:
+        margin_there = config.guards.get(suite, config.guard_margin)
+        if margin_there is not None:
+            _rule_guard(ruling, suite, margin_there, candidate, anchor, "anchor")
 
 
 def _guards(config: GateConfig, candidate: Reports, primary: str) -> dict[str, float]:
@@ -140,76 +119,12 @@ def _guards(config: GateConfig, candidate: Reports, primary: str) -> dict[str, f
     return guards
 
 
-def _one_version(ruling: _Ruling, reports: Reports, role: str) -> str:
-    names = sorted({report.version_id for report in reports.values()})
-    if len(names) > 1:
-        ruling.refusals.append(f"the {role}'s reports are about {len(names)} versions: {', '.join(names)}")
-    if not names or not names[0]:
-        ruling.refusals.append(f"the {role} has no report that names its version")
-    return names[0] if names else ""
-
-
-def _check_reports(ruling: _Ruling, roles: Mapping[str, Reports]) -> set[tuple[str, str]]:
-    """Judges each report by itself; returns role and suite of those that may be paired."""
-    usable = set()
-    for role, reports in roles.items():
-        for suite, report in reports.items():
-            problems = _problems(report, suite, ruling.config.max_missing_share)
-            ruling.refusals += [f"{role} on {suite}: {problem}" for problem in problems]
-            if not problems:
-                usable.add((role, suite))
-    return usable
-
-
-def _problems(report: EvalReport, suite: str, max_missing_share: float) -> list[str]:
-    problems = []
-    if report.suite != suite:
-        problems.append(f"the report is about the suite {report.suite}")
-    if not report.scores:
-        problems.append("the report has no scores")
-    broken = [task_id for task_id, score in report.scores.items() if not _finite(score)]
-    if broken:
-        problems.append(f"{len(broken)} scores are not finite numbers, that of task {broken[0]} first")
-    asked = len(report.scores) + len(report.missing)
-    if asked and len(report.missing) / asked > max_missing_share:
-        allowed = f"{max_missing_share:.1%} may be" if max_missing_share else "none may be"
-        problems.append(f"{len(report.missing)} of {asked} tasks are missing, {allowed}")
-    if not report.suite_hash:
-        problems.append("the report does not say what it measured (no suite_hash)")
-    return problems
-
-
-def _finite(score: object) -> bool:
-    return isinstance(score, (int, float)) and math.isfinite(score)
-
-
-def _mismatch(ruling: _Ruling, suite: str, after: EvalReport, before: EvalReport, role: str) -> bool:
-    """Whether two reports cannot be paired; says why."""
-    if after.suite_hash != before.suite_hash:
-        ruling.refusals.append(
-            f"{suite}: candidate and {role} were measured differently (suite_hash {after.suite_hash} and {before.suite_hash})"
-        )
-        return True
-    ours, theirs = {*after.scores, *after.missing}, {*before.scores, *before.missing}
-    if ours != theirs:
-        ruling.refusals.append(
-            f"{suite}: {len(ours - theirs)} tasks only under the candidate, {len(theirs - ours)} only under the {role}"
-        )
-        return True
-    common = len(after.scores.keys() & before.scores.keys())
-    if common < ruling.config.min_n:
-        ruling.refusals.append(f"{suite}: {common} pairs with the {role}, preset are at least {ruling.config.min_n}")
-    return common == 0
-
-
-def _rule_without_incumbent(
-    ruling: _Ruling, candidate: Reports, primary: str, bootstrap: bool, usable: set[tuple[str, str]]
-) -> None:
+def _rule_without_incumbent(ruling: Ruling, candidate: Reports, primary: str, bootstrap: bool) -> None:
     ruling.evidence["bootstrap"] = bootstrap
     if not bootstrap:
         ruling.refusals.append("there is no report of an incumbent to compare with")
         return
-    if ("candidate", primary) not in usable:
+    if ("candidate", primary) not in ruling.usable:
         return
     report = candidate[primary]
     if len(report.scores) < ruling.config.min_n:
@@ -220,24 +135,31 @@ def _rule_without_incumbent(
     )
 
 
-def _rule_primary(ruling: _Ruling, suite: str, candidate: Reports, incumbent: Reports, usable: set[tuple[str, str]]) -> None:
+def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Reports, looks: int) -> None:
     if suite not in incumbent:
         ruling.refusals.append(f"the incumbent has no report on the primary suite {suite}")
         return
     after, before, config = candidate[suite], incumbent[suite], ruling.config
-    if {("candidate", suite), ("incumbent", suite)} - usable or _mismatch(ruling, suite, after, before, "incumbent"):
+    if ruling.given_up:
+        # Shown to be worse before all was measured. Left out, the tries that remain would look better than they are.
+        _add_trial(ruling, next_level(config.series, config.alpha, trials_of(ruling.history)), 1.0, None)
+    unusable = {("candidate", suite), ("incumbent", suite)} - ruling.usable
+    if unusable or mismatch(ruling, suite, after, before, "incumbent"):
         return
     pairs = paired_difference(after.scores, before.scores, ruling.clusters)
     test, p_value = superiority_p(pairs, seed=config.seed)
+    uses = uses_of(after.suite_hash, ruling.history)
     ruling.evidence |= {
-        **_compared(pairs, before, after),
+        **_compared(pairs, before, after, config.seed),
         "test": test,
         "p_value": p_value,
+        "holdout": {"suite_hash": after.suite_hash, "uses_before": uses, "looks_by_hand": looks},
         "slices": {"before": before.slice_means(), "after": after.slice_means()},
     }
     told = f"{suite}: {pairs.wins} wins, {pairs.losses} losses of {pairs.n}"
     # A mean of differences that cancel out is zero up to rounding only.
     tied = abs(pairs.delta) < 1e-12
+    place = _rule_series(ruling, told, pairs, tied)
     if tied and _mean(before) >= 1.0:
         ruling.refusals.append(f"{told}: tied; the incumbent already scores 1.000: nothing to gain, it goes on serving")
     elif tied:
@@ -246,24 +168,75 @@ def _rule_primary(ruling: _Ruling, suite: str, candidate: Reports, incumbent: Re
         ruling.refusals.append(f"{told}: the mean score falls by {-pairs.delta:.4f}")
     elif pairs.delta < config.min_delta:
         ruling.refusals.append(f"{told}: the gain of {pairs.delta:.4f} is below the preset {config.min_delta:g}")
-    if p_value > config.alpha and not tied:
-        ruling.refusals.append(f"{told}: p = {p_value:.3g} ({test}) is above the preset {config.alpha:g}")
-    low, high = pairs.ci95
+    low, high = ruling.evidence["ci95"]
     ruling.findings.append(
         f"{told}: mean score {_mean(before):.3f} to {_mean(after):.3f}, gain {pairs.delta:+.4f}, "
-        f"95% interval [{low:.4f}, {high:.4f}], p = {p_value:.3g} ({test})"
+        f"95% interval [{low:.4f}, {high:.4f}], p = {p_value:.3g} ({test}); {place}"
+        + (f"; {uses} verdicts have looked at these tasks before" if uses else "")
+        + (f"; {looks} looks at these tasks by hand" if looks else "")
     )
 
 
-def _rule_guard(
-    ruling: _Ruling, suite: str, margin: float, candidate: Reports, others: Reports, role: str, usable: set[tuple[str, str]]
-) -> None:
+def _rule_series(ruling: Ruling, told: str, pairs: PairedDifference, tied: bool) -> str:
+    """Holds the one-sided p-value against the level of this try; returns where it stands, in words."""
+    config, trials = ruling.config, trials_of(ruling.history)
+    level = next_level(config.series, config.alpha, trials)
+    e_value = None
+    if config.series == "e_lond":
+        try:
+            e_value = _e_value(pairs)
+        except EvalError as error:
+            ruling.refusals.append(f"{told}: no e-value: {error}")
+            return "no e-value"
+        p_value, what = min(1.0, 1 / e_value) if e_value > 0 else 1.0, "1/E"
+    else:
+        test, p_value = superiority_p(pairs, seed=config.seed, alternative="greater", level=level)
+        what = f"one-sided p ({test})"
+    place = f"try {len(trials) + 1} of the series: {what} {p_value:.3g}, level {level:.3g} ({config.series})"
+    # Whatever is refused for another reason already could not have been promoted by its scores: that is no try.
+    if not ruling.refusals:
+        _add_trial(ruling, level, p_value, e_value)
+    if p_value > level and pairs.delta > 0 and not tied:
+        ruling.refusals.append(f"{told}: {place}: not shown to be better{_pairs_needed(pairs, level)}")
+    return place
+
+
+def _add_trial(ruling: Ruling, level: float, p_value: float, e_value: float | None) -> None:
+    config, trials = ruling.config, trials_of(ruling.history)
+    ruling.evidence["series"] = {
+        "rule": config.series,
+        "alpha": config.alpha,
+        "trial": len(trials) + 1,
+        "promotions_before": sum(trial.promoted for trial in trials),
+        "level": level,
+        "p_value": p_value,
+        "e_value": e_value,
+    }
+
+
+def _pairs_needed(pairs: PairedDifference, level: float) -> str:
+    """What would show such a gain, where it is one of success rates."""
+    if not pairs.counts_decide or level >= 0.5:
+        return ""
+    needed = sample_size(pairs.delta, (pairs.wins + pairs.losses) / pairs.n, alpha=level)
+    return f"; if it is real, {needed} pairs show it four times out of five"
+
+
+def _e_value(pairs: PairedDifference) -> float:
+    """That of the data's kind, as it stands at the preset n."""
+    if pairs.counts_decide:
+        return mixture_e_value(pairs.wins, pairs.losses)
+    means = (total / size for total, size in zip(pairs.cluster_sums, pairs.cluster_sizes, strict=True))
+    return betting_e_process(means)[-1]
+
+
+def _rule_guard(ruling: Ruling, suite: str, margin: float, candidate: Reports, others: Reports, role: str) -> None:
     missing = [name for name, reports in (("candidate", candidate), (role, others)) if suite not in reports]
     if missing:
         ruling.refusals.append(f"guard {suite}: no report of the {' or of the '.join(missing)}")
         return
     after, before, config = candidate[suite], others[suite], ruling.config
-    if {("candidate", suite), (role, suite)} - usable or _mismatch(ruling, suite, after, before, role):
+    if {("candidate", suite), (role, suite)} - ruling.usable or mismatch(ruling, suite, after, before, role):
         return
     pairs = paired_difference(after.scores, before.scores, ruling.clusters)
     p_value = non_inferiority_p(pairs, margin)
@@ -273,7 +246,7 @@ def _rule_guard(
             "suite": suite,
             "against": role,
             "version_id": before.version_id,
-            **_compared(pairs, before, after),
+            **_compared(pairs, before, after, config.seed),
             "margin": margin,
             "p_value": p_value,
             "holds": holds,
@@ -286,23 +259,24 @@ def _rule_guard(
         ruling.refusals.append(f"{told}: not shown to be no worse")
 
 
-def _compared(pairs: PairedDifference, before: EvalReport, after: EvalReport) -> dict[str, Any]:
+def _compared(pairs: PairedDifference, before: EvalReport, after: EvalReport, seed: int) -> dict[str, Any]:
     """The figures of every paired comparison in a verdict's evidence."""
+    interval, ci95 = gain_interval(pairs, seed=seed)
     return {
         "n": pairs.n,
+        "clusters": len(pairs.cluster_sums),
         "wins": pairs.wins,
         "losses": pairs.losses,
         "score_before": _mean(before),
         "score_after": _mean(after),
         "delta": pairs.delta,
         "se": pairs.se,
-        "ci95": pairs.ci95,
+        "ci95": ci95,
+        "interval": interval,
     }
 
 
-def _rule_costs(
-    ruling: _Ruling, suite: str, candidate: Reports, incumbent: Reports, costs: Costs | None, usable: set[tuple[str, str]]
-) -> None:
+def _rule_costs(ruling: Ruling, suite: str, candidate: Reports, incumbent: Reports, costs: Costs | None) -> None:
     limit = ruling.config.max_cost_increase
     if costs is not None and costs.training_usd is not None:
         ruling.evidence["costs"] = {"training_usd": costs.training_usd}
@@ -311,7 +285,7 @@ def _rule_costs(
     if costs is None:
         ruling.refusals.append("a limit on cost is set, but no costs are given")
         return
-    if suite not in incumbent or {("candidate", suite), ("incumbent", suite)} - usable:
+    if suite not in incumbent or {("candidate", suite), ("incumbent", suite)} - ruling.usable:
         return
     after, before = candidate[suite].scores, incumbent[suite].scores
     common = [task_id for task_id in after if task_id in before]
@@ -343,14 +317,15 @@ def _priced(costs: Mapping[str, Decimal | float | None], tasks: list[str]) -> di
     return known if len(known) == len(tasks) else None
 
 
-def _add_identity(ruling: _Ruling, primary: str, roles: Mapping[str, Reports]) -> None:
-    """What the ruling rests on, so that it can be checked later: thresholds, suites, hashes of all reports."""
+def _add_identity(ruling: Ruling, primary: str, roles: Mapping[str, Reports], plan: Plan | None) -> None:
+    """What the ruling rests on, so that it can be checked later: plan, thresholds, suites, hashes of all reports."""
     settings = ruling.config.model_dump(mode="json")
     ruling.evidence |= {
         "primary": primary,
         "alpha": ruling.config.alpha,
         "gate": settings,
-        "gate_hash": hashlib.sha256(strict_json(settings).encode()).hexdigest()[:16],
+        "gate_hash": content_hash(settings),
+        "plan_hash": plan.hash if plan else None,
         "suite_hashes": {suite: report.suite_hash for suite, report in roles["candidate"].items()},
         "reports": {role: {suite: report_hash(report) for suite, report in reports.items()} for role, reports in roles.items()},
         "missing": {

@@ -3,6 +3,9 @@
 Standard error, clustered where clusters are given (Miller, "Adding error bars to evals", 2024)::
 
     SE² = n⁻² · Σ over clusters of (Σ (D_i − D̄))²          = (b + c − (b − c)²/n) / n²   for b wins, c losses, no clusters
+
+Which test fits is a matter of the data: exact McNemar for independent 0/1 scores; for graded or clustered ones sign flips of
+whole clusters, with an interval by the bootstrap of whole clusters.
 """
 
 from __future__ import annotations
@@ -11,12 +14,18 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal
 
 from evergrad.evals.evaluation import EvalError
 
 _NORMAL = NormalDist()
 Z95 = _NORMAL.inv_cdf(0.975)
 _FLIPS = 9999
+_MOST_FLIPS = 2_000_000
+_RESAMPLES = 4000
+
+Alternative = Literal["two-sided", "greater"]
+"""``greater``: only a gain counts as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,13 @@ class PairedDifference:
     """All scores are 0 or 1."""
     cluster_sums: tuple[float, ...]
     """Sum of D in each cluster; without clusters, each D."""
+    cluster_sizes: tuple[int, ...] = ()
     clustered: bool = False
+
+    @property
+    def counts_decide(self) -> bool:
+        """Independent 0/1 scores: all that matters is how many were won and how many lost."""
+        return self.binary and not self.clustered
 
 
 def paired_difference(
@@ -72,50 +87,95 @@ def paired_difference(
         ci95=(delta - Z95 * se, delta + Z95 * se),
         binary=all(score in (0.0, 1.0) for pair in pairs for score in pair),
         cluster_sums=tuple(math.fsum(group) for group in groups.values()),
+        cluster_sizes=tuple(len(group) for group in groups.values()),
         clustered=len(groups) < n,
     )
 
 
-def mcnemar_p(wins: int, losses: int) -> float:
-    """Exact two-sided McNemar: the chance of a split at least as uneven if both sides were equally likely.
+def mcnemar_p(wins: int, losses: int, alternative: Alternative = "two-sided") -> float:
+    """Exact McNemar: the chance of a split at least as uneven if both sides were equally likely.
 
-    >>> f"{mcnemar_p(70, 30):.3e}"
-    '7.850e-05'
+    >>> f"{mcnemar_p(70, 30):.3e}", f"{mcnemar_p(70, 30, 'greater'):.3e}"
+    ('7.850e-05', '3.925e-05')
     """
     from scipy.stats import binomtest
 
-    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+    return float(binomtest(wins, wins + losses, alternative=alternative).pvalue) if wins + losses else 1.0
 
 
-def sign_flip_p(differences: Sequence[float], *, seed: int = 0) -> float:
-    """Two-sided p of a mean of ``differences`` (one per independent cluster) if each sign were a coin's.
+def sign_flip_p(
+    differences: Sequence[float], *, seed: int = 0, alternative: Alternative = "two-sided", level: float = 0.05
+) -> float:
+    """p of a mean of ``differences`` (one per independent cluster) if each sign were a coin's.
 
-    Exact for up to thirteen that are not zero, else from 9,999 draws, the observed one counted among them.
+    Exact for up to thirteen that are not zero, else from 9,999 draws, the observed one counted among them; from more where
+    ``level`` is so small that these could not fall below it.
     """
     import numpy as np
     from scipy.stats import permutation_test
 
     moving = np.array([value for value in differences if value != 0.0])
-    if moving.size == 0:
-        return 1.0
-    if moving.size == 1:
+    if moving.size <= 1:
         return 1.0
     result = permutation_test(
         (moving,),
         lambda values, axis: values.sum(axis=axis),
         permutation_type="samples",
         vectorized=True,
-        n_resamples=_FLIPS,
+        alternative=alternative,
+        n_resamples=min(_MOST_FLIPS, max(_FLIPS, math.ceil(20 / level))),
+        batch=_FLIPS + 1,
         rng=np.random.default_rng(seed),
     )
     return float(result.pvalue)
 
 
-def superiority_p(pairs: PairedDifference, *, seed: int = 0) -> tuple[str, float]:
-    """Name and two-sided p-value of the test that fits: exact McNemar for independent 0/1 scores, else sign flips."""
-    if pairs.binary and not pairs.clustered:
-        return "exact McNemar", mcnemar_p(pairs.wins, pairs.losses)
-    return "sign-flip permutation", sign_flip_p(pairs.cluster_sums, seed=seed)
+def superiority_p(
+    pairs: PairedDifference, *, seed: int = 0, alternative: Alternative = "two-sided", level: float = 0.05
+) -> tuple[str, float]:
+    """Name and p-value of the test that fits: exact McNemar for independent 0/1 scores, else sign flips."""
+    if pairs.counts_decide:
+        return "exact McNemar", mcnemar_p(pairs.wins, pairs.losses, alternative)
+    return "sign-flip permutation", sign_flip_p(pairs.cluster_sums, seed=seed, alternative=alternative, level=level)
+
+
+def gain_interval(pairs: PairedDifference, *, seed: int = 0) -> tuple[str, tuple[float, float]]:
+    """Name and 95% interval of the mean difference: normal for independent 0/1 scores, else percentiles of a cluster bootstrap.
+
+    Whole clusters are drawn with replacement, as many as there are; the mean is over the tasks in those that were drawn.
+    """
+    import numpy as np
+
+    if pairs.counts_decide or len(pairs.cluster_sums) == 1:
+        return "normal", pairs.ci95
+    sums, sizes = np.array(pairs.cluster_sums), np.array(pairs.cluster_sizes)
+    counts = np.random.default_rng(seed).multinomial(sums.size, np.full(sums.size, 1 / sums.size), size=_RESAMPLES)
+    means = (counts @ sums) / (counts @ sizes)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return "cluster bootstrap", (float(low), float(high))
+
+
+def sample_size(gain: float, discordance: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
+    """Pairs that show a gain in success rate by a one-sided test (normal approximation).
+
+    Args:
+        gain: Δ, the difference in success rate that should be seen.
+        discordance: ψ, the share of tasks on which the two versions differ.
+        alpha: One-sided level.
+        power: Chance to see it.
+
+    Raises:
+        EvalError: numbers that no two versions can have.
+
+    >>> sample_size(0.05, 0.25)  # 612.07
+    613
+    """
+    if not 0 < gain <= discordance <= 1 or not 0 < alpha < power < 1:
+        raise EvalError(
+            f"no sample size for a gain of {gain} with a discordance of {discordance}", hint="0 < gain <= discordance"
+        )
+    points = _NORMAL.inv_cdf(1 - alpha) + _NORMAL.inv_cdf(power)
+    return math.ceil(points**2 * (discordance - gain**2) / gain**2)
 
 
 def non_inferiority_p(pairs: PairedDifference, margin: float) -> float:

@@ -1,6 +1,8 @@
 """Prices what a run uses; computes cost per token and intelligence per dollar."""
 
 from evergrad.ledger.clock import CPU_RESOURCE, IDLE, PhaseClock, Span
+from evergrad.ledger.focus import focus_csv
+from evergrad.ledger.frontier import Placed, Point, pareto_front
 from evergrad.ledger.metrics import (
     Arm,
     Comparison,
@@ -33,6 +35,8 @@ __all__ = [
     "MarginalIntelligence",
     "Payback",
     "PhaseClock",
+    "Placed",
+    "Point",
     "Price",
     "PriceBook",
     "Span",
@@ -40,8 +44,10 @@ __all__ = [
     "cost_per_million_tokens",
     "cost_per_success",
     "cost_summary",
+    "focus_csv",
     "intelligence_per_dollar",
     "marginal_intelligence",
+    "pareto_front",
     "payback",
     "reprice",
 ]

@@ -13,6 +13,7 @@ from evergrad.ledger import CPU_RESOURCE, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import BASE_TRIES
+from evergrad.loop.certificate import signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import derive_seed
@@ -39,12 +40,13 @@ def find_environment(config: RunConfig, config_path: Path) -> RunConfig:
 
 
 def check_inputs(config: RunConfig, console: LoopConsole) -> None:
-    """Prices, sinks, cores, the environment and its tasks under each setting to come, the gate's guards, the model.
+    """Prices, signing key, sinks, cores, the environment and its tasks under each setting, the gate's guards, the model.
 
     Raises:
         InputError: one of them cannot be as configured.
     """
     _check_prices(config)
+    signing_key()
     for sink in config.sinks:
         sink.build().check()
     cores = len(os.sched_getaffinity(0))

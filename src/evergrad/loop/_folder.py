@@ -106,7 +106,7 @@ class RunFolder:
             EvergradError: the file is no state of a run.
         """
         path = self.path / "state.json"
-        return _read_state(path) if path.exists() else initial
+        return read_state(path) if path.exists() else initial
 
     def save_state(self, state: LoopState) -> None:
         write_json(self.path / "state.json", dataclasses.asdict(state))
@@ -153,7 +153,12 @@ class RunFolder:
 _ANEW = "put back a copy of this file, or choose another --run-dir to start anew"
 
 
-def _read_state(path: Path) -> LoopState:
+def read_state(path: Path) -> LoopState:
+    """The state in a file ``state.json``.
+
+    Raises:
+        EvergradError: the file is no state of a run.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or not {"cycle", "stage"} <= data.keys():

@@ -1,4 +1,4 @@
-"""MEASURE: the candidate against the incumbent on tasks that training never saw; then the gate's word, then the alias.
+"""MEASURE: what will be ruled is announced, candidate and incumbent are measured, the gate rules, the alias moves.
 
 Consumes the weights that LEARN left; waits for paired evaluations on every suite; a promotion unblocks serving.
 """
@@ -6,16 +6,25 @@ Consumes the weights that LEARN left; waits for paired evaluations on every suit
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from evergrad.evals import Costs, evaluate, gate, report_from_json, suite_hash
+from evergrad.evals import GIVEN_UP, Costs, evaluate, gate, give_up_on
 from evergrad.inference import EngineClient
+from evergrad.loop._announcing import (
+    anchor_reports,
+    gate_suites,
+    gate_tasks,
+    report_path,
+    stored_report,
+    suite_name,
+    verdicts_before,
+    write_plan,
+)
+from evergrad.loop._certifying import certify
 from evergrad.loop._folder import Stage, write_json
-from evergrad.loop._scores import keep_row, row_of, score_row
+from evergrad.loop._scores import keep_row, score_row, task_costs
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.rollouts import greedy_rollout
@@ -23,29 +32,36 @@ from evergrad.types import EvalReport, ModelVersion, Rollout, Task, Verdict, str
 
 
 async def measure(session: Session) -> Stage:
-    """Registers, evaluates, rules, promotes. Reports and verdicts on record are reused, so a crash repeats nothing."""
+    """Registers, announces, evaluates, rules, promotes. What is on record is reused, so a crash repeats nothing."""
     state = session.state
     session.writer.discard()
     await session.follow()
-    settings = [state.deployed, *state.known]
     learned = any(step["kind"] == "rl" and step["cycle"] == state.cycle for step in state.steps)
     candidate = await session.register("rl" if learned else "sft", session.contracts())
     if _serves_already(session, candidate):
         session.event(f"no RL step was done, so there is nothing to measure: {candidate.version_id} serves already")
         return Stage.WATCH
     incumbent = _incumbent(session, candidate)
+    history = verdicts_before(session.registry, candidate.version_id, incumbent.version_id)
+    suites = gate_suites(session, history)
+    primary = suites[0].name
+    anchors = anchor_reports(session, suites, candidate, incumbent)
+    plan = write_plan(session, candidate, incumbent, suites, anchors, history)
     before, after = {}, {}
-    for each in settings:
-        suite = session.suite(each)
-        before[suite] = await report_for(session, incumbent, each, session.serving.client)
-        after[suite] = await report_for(session, candidate, each, session.engine)
-    suite = session.suite(state.deployed)
-    costs = Costs(_task_costs(session, candidate, suite), _task_costs(session, incumbent, suite))
+    for each in suites:
+        before[each.name] = await report_for(session, incumbent, each.settings, session.serving.client, each.draw)
+        rival = before[each.name] if each.name == primary else None
+        after[each.name] = await report_for(session, candidate, each.settings, session.engine, each.draw, rival)
+        if rival is not None and GIVEN_UP in after[each.name].outcomes:
+            break  # refused already, whatever the guards say
+    costs = Costs(task_costs(state, candidate.version_id, primary), task_costs(state, incumbent.version_id, primary))
     with session.clock.phase("gate"):
-        anchor = _anchor(session, settings, incumbent)
-        verdict = gate(after, before, session.config.gate, primary=suite, anchor=anchor, costs=costs)
+        verdict = gate(
+            after, before, session.config.gate, primary=primary, anchor=anchors, costs=costs, history=history, plan=plan
+        )
     await _rule(session, candidate, verdict)
     _record_cycle(session, verdict, before, after)
+    certify(session, verdict, plan, suites)
     state.incumbent = None
     return Stage.WATCH
 
@@ -68,24 +84,6 @@ def _incumbent(session: Session, candidate: ModelVersion) -> ModelVersion:
         state.incumbent = serves
         session.save_state()
     return session.registry.get(state.incumbent)
-
-
-def _task_costs(session: Session, version: ModelVersion, suite: str) -> dict[str, float]:
-    """Task id to USD, of those tries that have a price."""
-    row = row_of(session.state, version.version_id, suite)
-    return dict(zip(row["task_ids"], row["task_usd"], strict=True)) if row and row["task_usd"] else {}
-
-
-def _anchor(session: Session, settings: Sequence[Mapping[str, Any]], incumbent: ModelVersion) -> dict[str, EvalReport]:
-    """Reports of the first version that ever served, on the suites it was measured on, lest small losses add up.
-
-    While it is the incumbent itself, it has nothing to add.
-    """
-    first = session.registry.history(PRODUCTION)[0].version_id
-    if first == incumbent.version_id:
-        return {}
-    found = {session.suite(each): _stored(session, first, each) for each in settings}
-    return {suite: report for suite, report in found.items() if report is not None}
 
 
 async def introduce(session: Session, version: ModelVersion) -> None:
@@ -115,13 +113,23 @@ async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> 
     session.event(f"promoted {candidate.version_id}: {told}")
 
 
-async def report_for(session: Session, version: ModelVersion, settings: Mapping[str, Any], client: EngineClient) -> EvalReport:
-    """The report of ``version`` on one suite: from the record, or measured now on the engine that holds the version."""
-    stored = _stored(session, version.version_id, settings)
-    if stored is not None:
+async def report_for(
+    session: Session,
+    version: ModelVersion,
+    settings: Mapping[str, Any],
+    client: EngineClient,
+    draw: int = 0,
+    rival: EvalReport | None = None,
+) -> EvalReport:
+    """The report of ``version`` on one suite: from the record, or measured now on the engine that holds the version.
+
+    With a ``rival``, the measurement is given up once the version is shown to score less; such a report serves no other end.
+    """
+    stored = stored_report(session, version.version_id, settings, draw)
+    if stored is not None and (rival is not None or GIVEN_UP not in stored.outcomes):
         return stored
     session.require_holder(client, version)
-    suite, taskset, tasks = session.suite(settings), session.taskset(settings), _gate_tasks(session, settings)
+    suite, taskset, tasks = suite_name(session, settings, draw), session.taskset(settings), gate_tasks(session, settings, draw)
     session.console.note(f"  measuring {version.version_id} on {suite}, {len(tasks)} tasks")
     rollouts: list[Rollout] = []
 
@@ -141,31 +149,16 @@ async def report_for(session: Session, version: ModelVersion, settings: Mapping[
     concurrency, fingerprint = session.config.eval.concurrency, taskset.fingerprint
     usd, started = session.spent_usd(), time.monotonic()
     with session.clock.phase("eval"), session.console.stage(f"evaluate {version.version_id} on {suite}", len(tasks)):
-        report = await evaluate(version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency)
+        give_up = give_up_on(rival.scores, session.config.gate.alpha) if rival is not None else None
+        report = await evaluate(
+            version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency, give_up=give_up
+        )
     spent = None if usd is None else (session.spent_usd() or 0.0) - usd
     session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
     _record_score(session, score_row(report, rollouts, spent, time.monotonic() - started))
     # Last, for the file is what says that this need not be done again: by then the row is in the state.
-    write_json(_report_path(session, version.version_id, suite), dataclasses.asdict(report))
+    write_json(report_path(session.folder.path, version.version_id, suite), dataclasses.asdict(report))
     return report
-
-
-def _gate_tasks(session: Session, settings: Mapping[str, Any]) -> tuple[Task, ...]:
-    return session.taskset(settings).tasks("gate", session.config.eval.n, seed=session.config.seed)
-
-
-def _report_path(session: Session, version_id: str, suite: str) -> Path:
-    return session.folder.path / "evals" / f"{version_id}--{suite.replace('/', '_')}.json"
-
-
-def _stored(session: Session, version_id: str, settings: Mapping[str, Any]) -> EvalReport | None:
-    """The report on record, if it measured these tasks with the verifier as it is now."""
-    path = _report_path(session, version_id, session.suite(settings))
-    if not path.exists():
-        return None
-    report = report_from_json(json.loads(path.read_text(encoding="utf-8")))
-    fingerprint = session.taskset(settings).fingerprint
-    return report if report.suite_hash == suite_hash(_gate_tasks(session, settings), fingerprint=fingerprint) else None
 
 
 def _record_score(session: Session, row: Mapping[str, Any]) -> None:
@@ -179,7 +172,7 @@ def _record_cycle(
     session: Session, verdict: Verdict, before: Mapping[str, EvalReport], after: Mapping[str, EvalReport]
 ) -> None:
     """The cycle's line in the report: what it gained, on what evidence, for how much."""
-    state, suite = session.state, session.suite(session.state.deployed)
+    state, suite = session.state, str(verdict.evidence["primary"])
     usd, started = session.spent_usd(), state.cycle_started
     others = {name: {"before": before[name].mean, "after": after[name].mean} for name in after if name != suite}
     state.cycles.append(

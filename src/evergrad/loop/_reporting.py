@@ -6,9 +6,17 @@ from decimal import Decimal
 from typing import Any
 
 from evergrad.envs import Taskset
-from evergrad.ledger import Ledger, cost_per_million_tokens, cost_per_success, intelligence_per_dollar
+from evergrad.evals import GIVEN_UP
+from evergrad.ledger import (
+    Ledger,
+    Point,
+    cost_per_million_tokens,
+    cost_per_success,
+    intelligence_per_dollar,
+    pareto_front,
+)
 from evergrad.loop._folder import LoopState, RunFolder
-from evergrad.loop._scores import PER_TASK, speaking_row
+from evergrad.loop._scores import PER_TASK, row_of, speaking_row
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop.config import RunConfig
@@ -51,6 +59,7 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
                 "coverage": summary.coverage,
             },
             **_prices(config, state, registry),
+            "frontier": _frontier(config, state),
         },
     )
 
@@ -64,8 +73,7 @@ def _prices(config: RunConfig, state: LoopState, registry: Registry) -> dict[str
     served = registry.resolve(PRODUCTION)
     row = None
     if served is not None:
-        taskset = Taskset(config.environment.name, state.deployed)
-        row = speaking_row(state, registry.get(served), f"{taskset.name}@{taskset.config.contract}")
+        row = speaking_row(state, registry.get(served), _deployed_suite(config, state))
     if row is None or not row["task_usd"]:
         return {
             "usd_per_million_tokens": None,
@@ -81,6 +89,31 @@ def _prices(config: RunConfig, state: LoopState, registry: Registry) -> dict[str
         "intelligence_per_dollar": {"value": worth.value, "ci95": worth.ci95},
         "priced_on": {"version_id": row["version_id"], "suite": row["suite"], "n": row["n"]},
     }
+
+
+def _frontier(config: RunConfig, state: LoopState) -> list[dict[str, Any]]:
+    """Score against cost per success of all versions measured on the whole deployed suite, and who is dominated by whom."""
+    suite = _deployed_suite(config, state)
+    names = dict.fromkeys(row["version_id"] for row in state.scores if row["suite"] == suite and "suite_hash" in row)
+    found = (row_of(state, name, suite) for name in names)
+    rows = [row for row in found if row is not None and GIVEN_UP not in row["outcomes"]]
+    placed = pareto_front(Point(row["version_id"], row["mean"], row["usd_per_success"]) for row in rows)
+    return [
+        {
+            "version_id": each.point.name,
+            "suite": suite,
+            "score": each.point.score,
+            "usd_per_success": each.point.usd_per_success,
+            "on_front": each.on_front,
+            "dominated_by": list(each.dominated_by),
+        }
+        for each in placed
+    ]
+
+
+def _deployed_suite(config: RunConfig, state: LoopState) -> str:
+    taskset = Taskset(config.environment.name, state.deployed)
+    return f"{taskset.name}@{taskset.config.contract}"
 
 
 def _versions(registry: Registry) -> list[dict[str, Any]]:

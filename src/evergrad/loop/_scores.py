@@ -72,6 +72,12 @@ def row_of(state: LoopState, version_id: str, suite: str) -> dict[str, Any] | No
     return rows[-1] if rows else None
 
 
+def task_costs(state: LoopState, version_id: str, suite: str) -> dict[str, float]:
+    """Task id to USD, of those tries of a version on a suite that have a price."""
+    row = row_of(state, version_id, suite)
+    return dict(zip(row["task_ids"], row["task_usd"], strict=True)) if row and row["task_usd"] else {}
+
+
 def speaking_row(state: LoopState, version: ModelVersion, deployed: str) -> dict[str, Any] | None:
     """What ``version`` is worth in service: its row on the deployed suite, else on the suite that it was made for.
 

@@ -212,6 +212,15 @@ class ContractChange(Config):
     """New values of the environment's settings, such as ``contract = "v2"``."""
 
 
+class WorthConfig(Config):
+    """What serving is worth to you; from it, certificates say when a promotion has paid for its training."""
+
+    usd_per_success: float = Field(ge=0)
+    """US dollars that one success earns or saves."""
+    attempts: float = Field(gt=0)
+    """Attempts that a version serves until the next one takes its place."""
+
+
 class TrafficConfig(Config):
     """Live traffic, played by the environment itself against the serving endpoint."""
 
@@ -290,6 +299,8 @@ class RunConfig(Config):
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     sinks: list[SinkConfig] = Field(default_factory=list)
     """Where the figures of each step go besides ``metrics.jsonl``."""
+    worth: WorthConfig | None = None
+    """What a success is worth; without it, certificates know only what lower cost pays back."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
 

@@ -14,6 +14,8 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
     As the ledger defines them, for the version that serves, from its evaluation that ``priced_on`` names.
+``frontier[]``
+    ``version_id``, ``suite`` (the deployed one), ``score``, ``usd_per_success``, ``on_front``, ``dominated_by`` (version ids).
 ``steps[]``
     ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width), ``usd`` and ``wall_s`` (both since the run
     began), and further figures.

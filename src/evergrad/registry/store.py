@@ -279,9 +279,11 @@ class Registry:
         with self._database.write() as connection:
             _insert_verdict(connection, verdict)
 
-    def verdicts(self, candidate_id: str) -> tuple[Verdict, ...]:
-        """The verdicts on a version, oldest first."""
-        query = sa.select(_verdicts.c.verdict).where(_verdicts.c.candidate_id == candidate_id).order_by(_verdicts.c.number)
+    def verdicts(self, candidate_id: str | None = None) -> tuple[Verdict, ...]:
+        """All verdicts, or those on one version, oldest first."""
+        query = sa.select(_verdicts.c.verdict).order_by(_verdicts.c.number)
+        if candidate_id is not None:
+            query = query.where(_verdicts.c.candidate_id == candidate_id)
         with self._database.read() as connection:
             return tuple(_to_verdict(json.loads(text)) for text in connection.execute(query).scalars())
 

@@ -2,35 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from evergrad.ledger import CostSummary, Ledger
+from evergrad.ledger import CostSummary, Ledger, PriceBook, cost_summary, focus_csv, reprice
 from evergrad.loop.report import count, percent, read_report, usd
 from evergrad.service._runs import LEDGER
 from evergrad.service._screen import cell, console, print_json, table
-from evergrad.types import EvergradError, InputError
+from evergrad.types import CostEntry, EvergradError, InputError
+
+_ANEW = "remove it and run 'evergrad run' with the configuration of this run, which writes it anew"
+_UNIT_COSTS = ("usd_per_million_tokens", "usd_per_success", "intelligence_per_dollar")
 
 
-def show_costs(run: Path, *, as_json: bool = False) -> None:
+def show_costs(run: Path, *, focus: Path | None = None, price_book: Path | None = None, as_json: bool = False) -> None:
     """Prints the ledger's sums by phase and by cycle, and the report's unit costs once there is a report.
 
+    Args:
+        run: The run folder.
+        focus: Where to write the entries as a FOCUS table (CSV); what is there is replaced.
+        price_book: Prices to use instead of those of the time; the ledger keeps its own.
+        as_json: JSON instead of tables.
+
     Raises:
-        EvergradError: the run has no ledger, or it does not add up to what was reserved.
+        EvergradError: the run has no ledger, it does not add up to what was reserved, or a file cannot be read or written.
     """
     path = run / LEDGER
     if not path.is_file():
         raise InputError("the run has no ledger yet", where=str(path), hint="wait until it has started")
     with Ledger.for_reading(path) as ledger:
-        summary, uncharged = ledger.summary(), ledger.uncharged()
+        entries, uncharged = ledger.entries(), ledger.uncharged()
         ledger.check_conservation()
-    units = _unit_costs(run)
+    if price_book is not None:
+        entries = reprice(entries, PriceBook.load(price_book))
+    if focus is not None:
+        _write_focus(focus, entries, run.resolve().name)
+    summary = cost_summary(entries)
+    # Unit costs are those of the prices that the run was made with.
+    units = _unit_costs(run) if price_book is None else dict.fromkeys(_UNIT_COSTS)
+    frontier = _frontier(run) if price_book is None else []
     if as_json:
-        print_json({"cost": summary, "uncharged": uncharged, **units})
+        print_json({"cost": summary, "uncharged": uncharged, **units, "frontier": frontier})
     else:
         _print(run, summary, uncharged, units)
+        _print_frontier(frontier)
+
+
+def _write_focus(path: Path, entries: Sequence[CostEntry], account: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.partial")
+        beside.write_text(focus_csv(entries, account), encoding="utf-8", newline="")
+        beside.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write the table: {error}", where=str(path), hint="give --focus a path of a file") from error
+
+
+def _frontier(run: Path) -> list[dict[str, Any]]:
+    """The report's frontier; empty while there is none.
+
+    Raises:
+        EvergradError: the report is broken.
+    """
+    path = run / "report.json"
+    found = read_report(run).get("frontier", []) if path.exists() else []
+    if not isinstance(found, list) or not all(_is_place(each) for each in found):
+        raise EvergradError("the report's frontier is none", where=str(path), hint=_ANEW)
+    return found
+
+
+def _is_place(each: Any) -> bool:
+    if not isinstance(each, dict) or not isinstance(each.get("dominated_by"), list):
+        return False
+    numbers = isinstance(each.get("score"), (int, float)) and isinstance(each.get("usd_per_success"), (int, float, type(None)))
+    return numbers and all(isinstance(name, str) for name in [each.get("version_id"), *each["dominated_by"]])
+
+
+def _print_frontier(frontier: Sequence[Mapping[str, Any]]) -> None:
+    """Who is worth having: what scores less for more is named with what beats it."""
+    if len(frontier) < 2:
+        return
+    rows = [
+        (
+            cell(each["version_id"], "bold" if each.get("on_front") else "dim"),
+            percent(each["score"]),
+            _money(each.get("usd_per_success")),
+            f"dominated by {', '.join(each['dominated_by'])}" if each["dominated_by"] else "",
+        )
+        for each in frontier
+    ]
+    screen = console()
+    screen.print()
+    title = f"score against cost per success on {frontier[0].get('suite')}"
+    screen.print(table(("version", "score", "per success", ""), rows, right=("score", "per success"), title=title))
 
 
 def _unit_costs(run: Path) -> dict[str, Any]:
@@ -41,10 +107,9 @@ def _unit_costs(run: Path) -> dict[str, Any]:
     """
     path = run / "report.json"
     report = read_report(run) if path.exists() else {}
-    units = {name: report.get(name) for name in ("usd_per_million_tokens", "usd_per_success", "intelligence_per_dollar")}
+    units = {name: report.get(name) for name in _UNIT_COSTS}
     if not _sound(**units):
-        hint = "remove it and run 'evergrad run' with the configuration of this run, which writes it anew"
-        raise EvergradError("the report's figures are no numbers", where=str(path), hint=hint)
+        raise EvergradError("the report's figures are no numbers", where=str(path), hint=_ANEW)
     return units
 
 

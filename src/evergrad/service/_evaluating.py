@@ -13,6 +13,7 @@ from rich.progress import track
 from evergrad.config import nearest, parse_overrides
 from evergrad.envs import SPLITS, Taskset
 from evergrad.evals import evaluate, mean_interval
+from evergrad.loop.looks import record_look
 from evergrad.loop.report import percent
 from evergrad.registry import base_model
 from evergrad.rollouts import Renderer, greedy_rollout
@@ -37,7 +38,11 @@ def evaluate_version(
         version = registry.find(name)
     environment = run_config(run)["environment"]
     taskset = Taskset(environment["name"], {**environment.get("settings", {}), **parse_overrides(overrides)})
-    report = asyncio.run(_measure(run, version, taskset, taskset.tasks(split, tasks, seed), split))
+    drawn = taskset.tasks(split, tasks, seed)
+    if split == "gate":
+        # Before it begins: whoever interrupts it has seen some of it.
+        record_look(run, version.version_id, [task.task_id for task in drawn])
+    report = asyncio.run(_measure(run, version, taskset, drawn, split))
     if as_json:
         print_json({**dataclasses.asdict(report), "mean": report.mean, "ci95": mean_interval(list(report.scores.values()))})
     else:

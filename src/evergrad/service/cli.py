@@ -131,7 +131,12 @@ def eval_(
     run: RunFolder = None,
     n: Annotated[int, typer.Option("-n", "--tasks", min=1, help="Number of tasks.")] = 96,
     split: Annotated[
-        str, typer.Option("--split", metavar="NAME", help="heldout, gate or train. Looking at the gate wears it out.")
+        str,
+        typer.Option(
+            "--split",
+            metavar="NAME",
+            help="heldout, gate or train; looks at the gate are counted.",
+        ),
     ] = "heldout",
     set_: Settings = None,
     seed: Annotated[int, typer.Option("--seed", help="Which tasks of the split are drawn.")] = 0,
@@ -290,12 +295,46 @@ def rollouts_show(
 
 
 @app.command()
-def cost(run: RunFolder = None, as_json: AsJson = False) -> None:
-    """Show what a run has cost by phase, per million tokens and per success."""
+def cost(
+    run: RunFolder = None,
+    focus: Annotated[
+        Path | None,
+        typer.Option("--focus", metavar="FILE", help="Also write all entries as a FOCUS table (CSV).", show_default=False),
+    ] = None,
+    price_book: Annotated[
+        Path | None,
+        typer.Option("--price-book", metavar="FILE", help="Show it at the prices of another book (TOML).", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run has cost by phase, per million tokens and per success, and which version is dominated by which."""
     from evergrad.service._costs import show_costs
     from evergrad.service._runs import find_run
 
-    show_costs(find_run(run), as_json=as_json)
+    show_costs(find_run(run), focus=focus, price_book=price_book, as_json=as_json)
+
+
+@app.command()
+def audit(
+    version: Annotated[
+        str | None,
+        typer.Argument(metavar="[VERSION]", help="Version id, or an alias; all when absent.", show_default=False),
+    ] = None,
+    run: RunFolder = None,
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", help="Public key (PEM) that must have signed.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check certificates: signature, hashes of all they rest on, the ruling made again, the traffic since.
+
+    Exit code 1 when something does not fit.
+    """
+    from evergrad.service._auditing import audit_certificates
+    from evergrad.service._runs import find_run
+
+    raise typer.Exit(audit_certificates(find_run(run), version, key=key, as_json=as_json))
 
 
 @app.command()

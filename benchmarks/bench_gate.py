@@ -1,0 +1,146 @@
+"""Whether the gate keeps its promises over a long series, by simulation with fixed seeds.
+
+1. A hundred candidates in a row, thirty of them better: what share of the promotions is false (FDR), and what share of the
+   better ones is promoted (power), under each rule. A try sees 100 discordant pairs; a better candidate wins 68% of them.
+2. E-processes looked at after each of 400 pairs, with no difference to find: how often do they ever cross 20?
+3. Twenty candidates, each truly one point worse, against a margin of two points (n = 600): how much is lost when each is
+   guarded against the version before it, and how much when each is guarded against a frozen anchor?
+
+The last line is one JSON object; the first three figures are those of the gate's default rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from bench_rollouts import commit, machine
+
+from evergrad.evals import (
+    GateConfig,
+    PairedDifference,
+    Rule,
+    Trial,
+    betting_e_process,
+    mcnemar_p,
+    mixture_e_value,
+    next_level,
+    non_inferiority_p,
+)
+
+TRIES, BETTER_SHARE, DISCORDANT, WIN_RATE = 100, 0.3, 100, 0.68
+LOOKS, CROSSING = 400, 20.0
+CREEP_TRIES, CREEP_N, CREEP_LOSS, CREEP_MARGIN, CREEP_DISCORDANCE = 20, 600, 0.01, 0.02, 0.08
+
+
+@cache
+def p_value(wins: int) -> float:
+    """One-sided, of so many wins among the discordant pairs."""
+    return mcnemar_p(wins, DISCORDANT - wins, "greater")
+
+
+@cache
+def p_by_e_value(wins: int) -> float:
+    """1/E of the same."""
+    return min(1.0, 1 / mixture_e_value(wins, DISCORDANT - wins))
+
+
+def series(rule: Rule, repeats: int, alpha: float, seed: int = 0) -> dict[str, float]:
+    """False discovery rate and power of one rule; every rule sees the same candidates."""
+    draws = np.random.default_rng(seed)
+    evidence = p_by_e_value if rule == "e_lond" else p_value
+    false_shares, found_shares = [], []
+    for _ in range(repeats):
+        better = draws.random(TRIES) < BETTER_SHARE
+        wins = draws.binomial(DISCORDANT, np.where(better, WIN_RATE, 0.5))
+        trials: list[Trial] = []
+        for count in wins:
+            p = evidence(int(count))
+            trials.append(Trial(p, p <= next_level(rule, alpha, trials)))
+        promoted = np.array([trial.promoted for trial in trials])
+        false_shares.append((promoted & ~better).sum() / max(1, promoted.sum()))
+        found_shares.append((promoted & better).sum() / max(1, better.sum()))
+    return {
+        "fdr": round(float(np.mean(false_shares)), 4),
+        "fdr_se": round(float(np.std(false_shares)) / math.sqrt(repeats), 4),
+        "power": round(float(np.mean(found_shares)), 4),
+    }
+
+
+def mixture_crossing(repeats: int, seed: int = 1) -> float:
+    """Share of series of fair coins in which the mixture e-process is ever at or above 20."""
+    # Crossing depends on the counts alone: the fewest wins that cross, for each number of pairs.
+    need = np.full(LOOKS, LOOKS + 1)
+    for n in range(1, LOOKS + 1):
+        need[n - 1] = next((wins for wins in range(n + 1) if mixture_e_value(wins, n - wins) >= CROSSING), n + 1)
+    wins = np.cumsum(np.random.default_rng(seed).random((repeats, LOOKS)) < 0.5, axis=1)
+    return round(float((wins >= need).any(axis=1).mean()), 4)
+
+
+def betting_crossing(repeats: int, seed: int = 2) -> float:
+    """The same of the betting e-process, on graded differences."""
+    draws = np.random.default_rng(seed)
+    crossed = sum(max(betting_e_process(draws.uniform(-1, 1, LOOKS))) >= CROSSING for _ in range(repeats))
+    return round(crossed / repeats, 4)
+
+
+def creep(frozen_anchor: bool, repeats: int, seed: int = 3) -> float:
+    """Mean true loss, in points, after all tries of candidates that each lose one."""
+    draws, lost = np.random.default_rng(seed), []
+    for _ in range(repeats):
+        promoted = 0
+        for _ in range(CREEP_TRIES):
+            deficit = CREEP_LOSS * (promoted + 1 if frozen_anchor else 1)
+            discordance = max(CREEP_DISCORDANCE, deficit)
+            shares = [(discordance - deficit) / 2, (discordance + deficit) / 2, 1 - discordance]
+            wins, losses, _ = draws.multinomial(CREEP_N, shares)
+            promoted += non_inferiority_p(counted(int(wins), int(losses), CREEP_N), CREEP_MARGIN) < GateConfig().alpha
+        lost.append(100 * CREEP_LOSS * promoted)
+    return round(float(np.mean(lost)), 2)
+
+
+def counted(wins: int, losses: int, n: int) -> PairedDifference:
+    """The paired difference of independent 0/1 scores, from its counts."""
+    delta, se = (wins - losses) / n, math.sqrt(wins + losses - (wins - losses) ** 2 / n) / n
+    sums = (1.0,) * wins + (-1.0,) * losses + (0.0,) * (n - wins - losses)
+    return PairedDifference(n, wins, losses, delta, se, (delta - 1.96 * se, delta + 1.96 * se), True, sums, (1,) * n)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The gate's promises, by simulation.")
+    parser.add_argument("--repeats", type=int, default=400, help="series per rule")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    config = GateConfig()
+    rules = {rule: series(rule, arguments.repeats, config.alpha) for rule in get_args(Rule)}
+    crossing = {"mixture": mixture_crossing(10 * arguments.repeats), "betting": betting_crossing(2 * arguments.repeats)}
+    for rule, found in rules.items():
+        print(f"{rule:15} FDR {found['fdr']:.3f} ± {found['fdr_se']:.3f}   power {found['power']:.2f}")
+    result = {
+        "bench": "gate",
+        "rule": config.series,
+        "fdr": rules[config.series]["fdr"],
+        "power": rules[config.series]["power"],
+        "null_crossing": max(crossing.values()),
+        "rules": rules,
+        "crossing": crossing,
+        "points_lost": {"to_previous_champion": creep(False, arguments.repeats), "to_anchor": creep(True, arguments.repeats)},
+        "repeats": arguments.repeats,
+        "machine": machine(),
+        "commit": commit(),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with (arguments.out / "gate.jsonl").open("a", encoding="utf-8") as results:
+        results.write(json.dumps(result) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""E-processes: evidence that may be looked at after every task, and stopped at any time.
+
+An e-process starts at 1 and, while the hypothesis holds, is below 1/α for ever with probability 1 − α (Ville's inequality).
+So a candidate can be given up, or a canary rolled back, the moment it crosses, however often one has looked.
+
+Wins and losses alone (uniform mixture over win rates between 1/2 and 1)::
+
+    E(w, l) = 2^{w+l+1} · B(w+1, l+1) · (1 − I_{1/2}(w+1, l+1))
+
+Graded scores (betting; Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2023)::
+
+    X = (D + 1)/2,   m = (1 + θ)/2,   E = Π (1 + λ_i (X_i − m)),   λ_i from the past alone, in [0, 1/(2m)]
+
+tests the hypothesis that the mean difference D is θ or less: θ = 0 for a gain, θ = −δ for "no worse than δ". For harm, swap
+the arms. One cluster is one observation: of tasks that belong together, give the mean.
+
+E-processes need more evidence than a test at a preset n. Promotions are ruled by the exact test; these are for stopping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from evergrad.evals.evaluation import EvalError, GiveUp
+
+
+def mixture_e_value(wins: int, losses: int) -> float:
+    """E-value of the hypothesis that a win is no likelier than a loss; ties are left out.
+
+    >>> round(mixture_e_value(70, 30), 2)
+    854.59
+    >>> mixture_e_value(0, 0)
+    1.0
+    """
+    from scipy.special import betaincc, betaln
+
+    if wins < 0 or losses < 0:
+        raise EvalError(f"{wins} wins and {losses} losses", hint="count each pair once")
+    log_e = (wins + losses + 1) * math.log(2) + betaln(wins + 1, losses + 1)
+    above = float(betaincc(wins + 1, losses + 1, 0.5))
+    return math.exp(log_e + math.log(above)) if above > 0 else 0.0
+
+
+def betting_e_process(differences: Iterable[float], *, threshold: float = 0.0) -> list[float]:
+    """The e-process after each difference, of the hypothesis that their mean is ``threshold`` or less.
+
+    Args:
+        differences: Score of the one arm less that of the other, in [−1, 1]; one per independent cluster.
+        threshold: θ in (−1, 1).
+
+    Raises:
+        EvalError: a difference outside of [−1, 1], or not finite.
+    """
+    bettor = Bettor(threshold)
+    return [bettor.see(difference) for difference in differences]
+
+
+class Bettor:
+    """A betting e-process, one observation at a time.
+
+    The stake is the Kelly bet for the mean and variance seen so far (with one imagined observation at the hypothesis and a
+    variance of 1/4), never more than half of what could be lost, so that no single loss ruins it.
+
+    >>> bettor = Bettor()
+    >>> [round(bettor.see(1.0), 3) for _ in range(3)]
+    [1.0, 1.5, 2.25]
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        if not -1 < threshold < 1:
+            raise EvalError(f"threshold {threshold} is no mean difference of scores", hint="give a number between -1 and 1")
+        self.value = 1.0
+        self.highest = 1.0
+        self._mean = (1 + threshold) / 2
+        self._n, self._sum, self._squares = 1, self._mean, 0.25
+
+    def see(self, difference: float) -> float:
+        """The e-value after one more difference."""
+        if not -1 <= difference <= 1:
+            raise EvalError(f"difference {difference} is outside of [-1, 1]", hint="scores must lie between 0 and 1")
+        observed = (difference + 1) / 2
+        self.value *= 1 + self._stake() * (observed - self._mean)
+        self.highest = max(self.highest, self.value)
+        before = self._sum / self._n
+        self._n, self._sum = self._n + 1, self._sum + observed
+        self._squares += (observed - before) * (observed - self._sum / self._n)
+        return self.value
+
+    def _stake(self) -> float:
+        gain = self._sum / self._n - self._mean
+        variance = self._squares / self._n
+        return min(max(0.0, gain / (variance + gain * gain)), 0.5 / self._mean)
+
+
+def give_up_on(rival: Mapping[str, float], alpha: float) -> GiveUp:
+    """Gives an evaluation up once it is shown to score less than ``rival``, whose scores are by task id.
+
+    One that is not worse is given up with probability ``alpha`` at most. Graded scores beyond [0, 1] are never given up on.
+    """
+    bettor, sound = Bettor(), True
+
+    def ask(task_id: str, score: float) -> bool:
+        nonlocal sound
+        sound = sound and 0 <= score <= 1 and 0 <= rival.get(task_id, 0.0) <= 1
+        if not sound or task_id not in rival:
+            return False
+        return bettor.see(rival[task_id] - score) >= 1 / alpha
+
+    return ask
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """Whether one arm has been shown to be worse than another, and when."""
+
+    e_value: float
+    """The highest so far: having crossed counts, wherever the process is now."""
+    pairs: int
+    crossed_at: int | None
+    """Number of pairs at which it crossed 1/α; ``None`` if it has not."""
+
+
+def harm(after: Sequence[float], before: Sequence[float], alpha: float, *, margin: float = 0.0) -> Harm:
+    """Looks, pair by pair, whether ``after`` scores less than ``before`` by more than ``margin``.
+
+    For a canary: scores of the new and the old version in the order in which the pairs came; roll back when it crosses. It
+    does so with probability ``alpha`` at most, over the whole watch, where the new version is not worse by ``margin``.
+
+    Raises:
+        EvalError: different numbers of scores, or scores outside of [0, 1].
+
+    >>> harm([0.0] * 12, [1.0] * 12, alpha=0.05).crossed_at
+    9
+    """
+    if len(after) != len(before):
+        raise EvalError(f"{len(after)} and {len(before)} scores make no pairs", hint="give both arms the same tasks")
+    path = betting_e_process((old - new for new, old in zip(after, before, strict=True)), threshold=margin)
+    crossed = next((count for count, value in enumerate(path, start=1) if value >= 1 / alpha), None)
+    return Harm(max(path, default=1.0), len(path), crossed)

@@ -1,0 +1,243 @@
+"""Audits a certificate against the run it is about: signature, every hash, the ruling made again, and the traffic since.
+
+Nothing here trusts the certificate: each line is computed from the files of the run and compared with what was signed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evergrad.envs import Taskset
+from evergrad.evals import Costs, GateConfig, content_hash, gate, plan_from_json, report_from_json, report_hash, suite_hash
+from evergrad.ledger import Ledger
+from evergrad.loop._announcing import report_path, verdicts_before
+from evergrad.loop._folder import read_state
+from evergrad.loop._scores import task_costs
+from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, verify
+from evergrad.registry import Registry
+from evergrad.types import EvalReport, EvergradError, Verdict, strict_json
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+_RARE = 0.01
+"""A live success rate is told as fallen when so few successes would be rarer than this at the certified score."""
+
+
+class State(StrEnum):
+    """How one check of an audit ended."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    NOTE = "note"
+    """Differs without being wrong, such as a newer installation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check of an audit."""
+
+    check: str
+    state: State
+    told: str = ""
+
+
+Told = str | tuple[State, str]
+"""What a check found: the words alone where it holds."""
+
+
+def read_certificate(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        EvergradError: the file is no certificate.
+    """
+    hint = "put back a copy of it; a run issues a certificate once"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise EvergradError(f"not a certificate: {error}", where=str(path), hint=hint) from error
+    if not isinstance(data, dict) or not isinstance(data.get("content"), dict) or data["content"].get("certificate") != 1:
+        raise EvergradError("not a certificate: no content of a kind that is known here", where=str(path), hint=hint)
+    return data
+
+
+def audit(run: Path, certificate: Mapping[str, Any], public_key: Ed25519PublicKey | None = None) -> list[Finding]:
+    """All checks of one certificate; a check that cannot be made fails with the reason.
+
+    Args:
+        run: The run folder.
+        certificate: As :func:`read_certificate` gives it.
+        public_key: Who must have signed; without one, the signature is checked against the key that it names.
+    """
+    content = certificate["content"]
+    by_whom = "by the key given" if public_key else f"by the key it names, {_named_key(certificate)}"
+    findings = [_checked("signature", lambda: _signed(certificate, public_key, by_whom))]
+    if findings[0].state is State.FAILS:
+        return findings  # what nobody vouches for is not worth comparing
+    checks: dict[str, Callable[[], Told]] = {
+        "plan": lambda: _same(content["hashes"]["plan"], plan_from_json(content["plan"]).hash),
+        "verdict on record": lambda: _same(content["hashes"]["verdict"], content_hash(_recorded(run, content))),
+        "reports": lambda: _reports(run, content),
+        "ruling made again": lambda: _ruled_again(run, content),
+        "weights": lambda: _weights(run, content),
+        "configuration": lambda: _same(content["hashes"]["configuration"], config_hash(run)),
+        "price book": lambda: _price_book(run, content),
+        "environment and tasks": lambda: _tasks(content),
+        "code": lambda: _noted(content["hashes"]["code"], code_hash()),
+        "installation": lambda: _noted(content["installation"], installation()),
+        "traffic since": lambda: _traffic(run, content),
+    }
+    return findings + [_checked(name, check) for name, check in checks.items()]
+
+
+def _checked(name: str, check: Callable[[], Told]) -> Finding:
+    """A check's finding; what raises, for want of a file or of a key in the certificate, fails."""
+    try:
+        found = check()
+    except (EvergradError, OSError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = str(error) if isinstance(error, (EvergradError, OSError)) else f"{type(error).__name__}: {error}"
+        return Finding(name, State.FAILS, f"cannot be checked: {what}")
+    return Finding(name, State.HOLDS, found) if isinstance(found, str) else Finding(name, *found)
+
+
+def _named_key(certificate: Mapping[str, Any]) -> str:
+    signature = certificate.get("signature")
+    return str(signature.get("public_key")) if isinstance(signature, Mapping) else "none"
+
+
+def _signed(certificate: Mapping[str, Any], public_key: Ed25519PublicKey | None, by_whom: str) -> Told:
+    try:
+        verify(certificate, public_key)
+    except EvergradError as error:
+        return State.FAILS, str(error)
+    return by_whom
+
+
+def _same(signed: object, found: object) -> Told:
+    if signed == found:
+        return str(found)
+    return State.FAILS, f"is {found} now, certified was {signed}"
+
+
+def _noted(signed: Any, found: Any) -> Told:
+    if signed == found:
+        return "the same as when it was issued"
+    if isinstance(signed, Mapping):
+        told = ", ".join(f"{key} {signed[key]} → {found.get(key)}" for key in signed if signed[key] != found.get(key))
+        return State.NOTE, told
+    return State.NOTE, "has changed since; the ruling is made again with what is here now"
+
+
+def _recorded(run: Path, content: Mapping[str, Any]) -> Verdict:
+    """The verdict in the registry.
+
+    Raises:
+        EvergradError: there is none of this plan.
+    """
+    with Registry(run / "registry.sqlite") as registry:
+        for verdict in registry.verdicts(content["candidate_id"]):
+            if verdict.evidence.get("plan_hash") == content["hashes"]["plan"]:
+                return verdict
+    raise EvergradError(f"the registry has no verdict on {content['candidate_id']} by this plan", where=str(run))
+
+
+def _report_files(run: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, str, str, EvalReport]]:
+    """Role, suite, signed hash and report on file of everything that the verdict rests on."""
+    versions = {"candidate": content["candidate_id"], "incumbent": content["incumbent_id"]}
+    for role, suites in content["hashes"]["reports"].items():
+        for suite, signed in suites.items():
+            version_id = versions.get(role) or content["plan"]["anchors"][suite]
+            path = report_path(run, version_id, suite)
+            yield role, suite, signed, report_from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _reports(run: Path, content: Mapping[str, Any]) -> Told:
+    files = list(_report_files(run, content))
+    changed = [f"{role} on {suite}" for role, suite, signed, report in files if report_hash(report) != signed]
+    if changed:
+        return State.FAILS, f"not those that were certified: {', '.join(changed)}"
+    return f"all {len(files)} as certified"
+
+
+def _ruled_again(run: Path, content: Mapping[str, Any]) -> Told:
+    """The whole gate once more, on the reports, the plan and the verdicts before it."""
+    reports: dict[str, dict[str, EvalReport]] = {"candidate": {}, "incumbent": {}, "anchor": {}}
+    for role, suite, _, report in _report_files(run, content):
+        reports[role][suite] = report
+    plan, state = plan_from_json(content["plan"]), read_state(run / "state.json")
+    costs = Costs(
+        task_costs(state, plan.candidate_id, plan.primary),
+        task_costs(state, plan.incumbent_id, plan.primary),
+    )
+    with Registry(run / "registry.sqlite") as registry:
+        history = verdicts_before(registry, plan.candidate_id, plan.incumbent_id)
+    again = gate(
+        reports["candidate"],
+        reports["incumbent"],
+        GateConfig(**plan.gate),
+        primary=plan.primary,
+        anchor=reports["anchor"],
+        costs=costs,
+        history=history,
+        plan=plan,
+    )
+    if content_hash(again) == content["hashes"]["verdict"]:
+        return "the same to the last digit"
+    recorded = _recorded(run, content)
+    if again.promote == recorded.promote:
+        differing = [
+            key for key in again.evidence if strict_json(again.evidence[key]) != strict_json(recorded.evidence.get(key))
+        ]
+        return State.FAILS, f"the same word, other figures: {', '.join(differing) or 'reasons'}"
+    return State.FAILS, f"comes out the other way: {'; '.join(again.reasons)}"
+
+
+def _weights(run: Path, content: Mapping[str, Any]) -> Told:
+    with Registry(run / "registry.sqlite") as registry:
+        places = {name: registry.get(name).weights_uri for name in content["hashes"]["weights"]}
+    changed = [name for name, signed in content["hashes"]["weights"].items() if folder_hash(run / places[name]) != signed]
+    if changed:
+        return State.FAILS, f"not those that were measured: {', '.join(changed)}"
+    return f"of {' and '.join(places)} as measured"
+
+
+def _price_book(run: Path, content: Mapping[str, Any]) -> Told:
+    signed = content["hashes"]["price_book"]
+    with Ledger.for_reading(run / "ledger.sqlite") as ledger:
+        book = ledger.price_books().get(signed)
+    return _same(signed, book.hash if book else "missing from the ledger")
+
+
+def _tasks(content: Mapping[str, Any]) -> Told:
+    """Draws the tasks again and asks the verifier for its fingerprint."""
+    for name, suite in content["suites"].items():
+        taskset, n = Taskset(suite["environment"], suite["settings"]), suite["tasks"]
+        if taskset.fingerprint != suite["fingerprint"]:
+            told = f"{name}: the environment's source or settings have changed since"
+            return State.FAILS, told
+        tasks = taskset.tasks("gate", n * (suite["draw"] + 1), seed=suite["seed"])[-n:]
+        if suite_hash(tasks, fingerprint=taskset.fingerprint) != suite["suite_hash"]:
+            return State.FAILS, f"{name}: other tasks are drawn now"
+    return f"{', '.join(content['suites'])}: the same tasks, the same verifier"
+
+
+def _traffic(run: Path, content: Mapping[str, Any]) -> Told:
+    """Live success of the candidate on its suite, beside the score that was certified."""
+    from scipy.stats import binomtest
+
+    suite, certified = content["plan"]["primary"].partition("#")[0], content["effect"].get("score_after")
+    live = [row for row in read_state(run / "state.json").scores if row["label"].startswith("live") and row["n"]]
+    rows = [row for row in live if (row["version_id"], row["suite"]) == (content["candidate_id"], suite)]
+    requests = sum(row["n"] for row in rows)
+    if not requests or certified is None or not content["promoted"]:
+        return State.NOTE, "none on record"
+    successes = round(sum(row["n"] * row["success_rate"] for row in rows))
+    rate = min(certified, 1 - 3 / max(content["effect"]["n"], 4))
+    p_value = float(binomtest(successes, requests, rate, alternative="less").pvalue)
+    told = f"{successes} of {requests} live requests succeed, certified {certified:.3f} (p of so few {p_value:.2g})"
+    return told if p_value >= _RARE else (State.NOTE, f"{told}: it has fallen")
