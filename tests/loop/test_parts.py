@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from evergrad.config import load_config
 from evergrad.envs import Taskset
 from evergrad.evals import GIVEN_UP, GateConfig
+from evergrad.inference import EngineConfig
 from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
 from evergrad.loop._console import LoopConsole
@@ -34,7 +36,8 @@ from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig
 from evergrad.loop.controller import _announcement, _finished
 from evergrad.loop.placement import LocalPlacement, WorkerDied
-from evergrad.registry import Registry
+from evergrad.registry import Registry, base_model
+from evergrad.training import TrainerConfig
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvalReport, EvergradError, ModelVersion, Outcome, Rollout, Task, Usage, Verdict
 
@@ -222,6 +225,19 @@ async def test_a_worker_that_lives_but_is_stuck_counts_as_dead(
         with pytest.raises(WorkerDied, match=rf"victim died \({told}\)"):
             await placement.watch()
         assert well.process.returncode is None
+
+
+@pytest.mark.parametrize("kind", ["inference", "training"])
+async def test_a_real_worker_is_well_until_it_stops_answering(tmp_path: Path, kind: str) -> None:
+    config = (EngineConfig if kind == "inference" else TrainerConfig)(model=str(base_model("tiny")), threads=1)
+    async with LocalPlacement(tmp_path / "logs", stuck_after_s=3) as placement:
+        worker = await placement.start(kind, f"evergrad.{kind}", config)
+        deaths = asyncio.create_task(placement.watch())
+        await asyncio.sleep(6)
+        assert not deaths.done()
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match=rf"{kind} died \(stuck for 3 s: /health does not answer"):
+            await asyncio.wait_for(deaths, 60)
 
 
 WRITES_AND_WAITS = (

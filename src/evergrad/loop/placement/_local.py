@@ -133,7 +133,9 @@ class LocalPlacement:
     async def _end_when_stuck(self, worker: Worker) -> None:
         # Looks are counted, not seconds: a machine that slept finds its workers as they were.
         interval, ill = self._stuck_after_s / LOOKS, 0
-        async with httpx.AsyncClient(base_url=worker.base_url, timeout=min(HEALTH_TIMEOUT_S, interval)) as http:
+        headers = {"authorization": f"Bearer {worker.token}"}
+        timeout = min(HEALTH_TIMEOUT_S, interval)
+        async with httpx.AsyncClient(base_url=worker.base_url, headers=headers, timeout=timeout) as http:
             while worker.process.returncode is None:
                 _, complaint = await asyncio.gather(asyncio.sleep(interval), _complaint(http))
                 ill = ill + 1 if complaint else 0
@@ -147,9 +149,9 @@ async def _complaint(http: httpx.AsyncClient) -> str | None:
     """What is wrong with a worker by its own words or its silence; ``None`` when it works, or loads."""
     try:
         health = (await http.get("/health")).json()
-    except (httpx.HTTPError, ValueError) as error:
+        return str(health["reason"]) if health["status"] == "failing" else None
+    except (httpx.HTTPError, ValueError, KeyError) as error:
         return f"/health does not answer ({type(error).__name__})"
-    return str(health["reason"]) if health["status"] == "failing" else None
 
 
 _PROGRESS = re.compile(r"\d+%\|")
