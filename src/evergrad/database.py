@@ -7,6 +7,8 @@ they begin, so what a transaction has read cannot change before it writes; and w
 from __future__ import annotations
 
 import re
+import sqlite3
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,13 +123,31 @@ class Database:
             return connection.execute(sa.select(schemas.c.version).where(schemas.c.room == self._room)).scalar()
 
 
+def _switch_to_wal(cursor: sqlite3.Cursor) -> None:
+    """Puts a database into WAL mode; first openings at once wait for each other here.
+
+    Where two that switch would wait for each other, SQLite tells one of them "locked" at once, whatever the busy timeout.
+    """
+    deadline = time.monotonic() + _BUSY_TIMEOUT_MS / 1000
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 def _prepare_sqlite(engine: sa.Engine) -> None:
     @sa.event.listens_for(engine, "connect")
     def _on_connect(connection: Any, _record: Any) -> None:
         # SQLAlchemy, not the driver, says when a transaction begins; the driver's own way would begin it too late.
         connection.isolation_level = None
         cursor = connection.cursor()
-        for pragma in (f"busy_timeout={_BUSY_TIMEOUT_MS}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")
+        _switch_to_wal(cursor)
+        for pragma in ("synchronous=FULL", "foreign_keys=ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
