@@ -77,7 +77,7 @@ class PrefixIndex:
     def chain(self, tokens: Sequence[int], root: int) -> list[BlockHash]:
         """Hashes of the full blocks of ``tokens``, in order."""
         size, found = self.block_size, list[BlockHash]()
-        last, tokens = hash((root, "root")), tuple(tokens)
+        last, tokens = hash((root, -1)), tuple(tokens)
         for start in range(0, len(tokens) - size + 1, size):
             last = hash((last, tokens[start : start + size]))
             found.append(last)

@@ -83,7 +83,7 @@ class CostRule:
         # Equal replicas are told apart by a hash of the group, so that groups spread and a run repeats.
         cheapest = min(
             options,
-            key=lambda each: (each.cost(route.prompt), each.name != route.home, each.requests, _spread(key, each.name)),
+            key=lambda each: (each.cost(route.prompt), each.name != route.home, each.requests, spread(key, each.name)),
         )
         if not route.later_turn:
             return cheapest.name
@@ -124,5 +124,6 @@ def assign_groups(groups: Sequence[str], sessions: Mapping[str, int]) -> dict[st
     return placed
 
 
-def _spread(key: str, name: str) -> int:
+def spread(key: str, name: str) -> int:
+    """A number that tells equal replicas apart, the same in every process."""
     return zlib.crc32(f"{key}\n{name}".encode())

@@ -9,9 +9,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -186,12 +185,12 @@ class EngineServer:
                 waiting = [await queue.get()]
                 while not queue.empty():
                     waiting.append(queue.get_nowait())
-                events = list(takewhile(_is_sound, waiting))
+                events, failure = _until_failure(waiting)
                 left -= sum(event.finish_reason is not None for event in events)
                 if events:
                     yield events
-                if len(events) < len(waiting):
-                    raise _failure(waiting[len(events)])
+                if failure is not None:
+                    raise failure
         finally:
             del self._queues[asked.request_id]
             if left:
@@ -485,14 +484,16 @@ class _AsciiResponse(JSONResponse):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _is_sound(event: Event | Exception) -> TypeGuard[Event]:
-    return isinstance(event, Event) and event.error is None
-
-
-def _failure(event: Event | Exception) -> HttpError:
-    if isinstance(event, Exception):
-        return HttpError(503, f"the engine stopped: {event}", code="engine_dead")
-    return HttpError(503, str(event.error), code="model_failed")
+def _until_failure(waiting: Iterable[Event | Exception]) -> tuple[list[Event], HttpError | None]:
+    """What was drawn before the engine died or the model failed, and the error if either did."""
+    events: list[Event] = []
+    for each in waiting:
+        if isinstance(each, Exception):
+            return events, HttpError(503, f"the engine stopped: {each}", code="engine_dead")
+        if each.error is not None:
+            return events, HttpError(503, each.error, code="model_failed")
+        events.append(each)
+    return events, None
 
 
 async def _first(bursts: AsyncGenerator[T, None]) -> T:
