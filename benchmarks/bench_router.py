@@ -1,7 +1,7 @@
 """The router against round-robin, least-loaded and session-hash, on an agent's load over simulated engines.
 
-10,000 sessions in groups of eight share a task's prompt, take 1 to 12 turns, and wait between turns for tools whose times have a
-heavy tail. A fixed number of groups is under way at a time, as in a run. All rules work in the same router, with its queues,
+10,000 sessions in groups of eight share a task's prompt, take 1 to 12 turns, and wait between turns for tools whose times have
+a heavy tail. A fixed number of groups is under way at a time, as in a run. All rules work in the same router, with its queues,
 limits and retries: what differs is the choice of the replica alone. Time is virtual; the engines' speeds are those of
 ``EngineSpeed``.
 
@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.bench_rollouts import commit, machine
-from benchmarks.simulated_engines import SimulatedEngine, run_virtually
+from benchmarks.simulated_engines import VOCABULARY, SimulatedEngine, run_virtually
 
 from evergrad.inference import Router
 from evergrad.inference._routing import CostRule, Option, Route, RoutingRule, spread
@@ -57,7 +57,7 @@ def plan_load(sessions: int, seed: int) -> list[list[SessionPlan]]:
     groups = []
     for group in range(sessions // GROUP_SIZE):
         task = tuple(rng.randrange(32_000) for _ in range(rng.randint(64, 512)))
-        depth = rng.randint(1, 12)
+        depth = 1 + min(11, int(rng.expovariate(0.3)))
         groups.append(
             [
                 SessionPlan(f"g{group}/{index}", (*system, *task), rng.getrandbits(48), _plan_turns(rng, depth))
@@ -144,8 +144,8 @@ async def play(rule: RoutingRule, groups: Sequence[Sequence[SessionPlan]], repli
                 prompt_tokens += done.usage.prompt_tokens
                 cached_tokens += done.usage.cached_tokens
                 await asyncio.sleep(turn.tool_s)
-                shown = Random(hash((plan.seed, number, 1)))
-                prompt = (*prompt, *done.token_ids, *(shown.randrange(32_000) for _ in range(turn.tool_tokens)))
+                shown = Random(hash((plan.seed, number, 1))).choices(range(VOCABULARY), k=turn.tool_tokens)
+                prompt = (*prompt, *done.token_ids, *shown)
 
         async def group(plans: Sequence[SessionPlan]) -> None:
             async with slots:

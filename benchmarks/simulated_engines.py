@@ -13,6 +13,7 @@ import selectors
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeVar
 
 from evergrad.inference import EngineError, EngineUnavailable, Piece
@@ -98,6 +99,11 @@ class _Row:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     admitted_once: bool = False
 
+    def draw(self, count: int, policy_version: int) -> None:
+        start = self.drawn_before + len(self.tokens)
+        self.tokens += tokens_at(self.sampling.seed, start, start + count)
+        self.versions += [policy_version] * count
+
     @property
     def left(self) -> int:
         return self.sampling.max_tokens - len(self.tokens)
@@ -107,9 +113,10 @@ class _Row:
         return len(self.prompt) + len(self.tokens)
 
 
-def token_at(seed: int | None, place: int) -> int:
-    """The token that a seed draws at a place of its completion, wherever it is drawn."""
-    return hash((seed, place)) % VOCABULARY
+def tokens_at(seed: int | None, start: int, end: int) -> list[int]:
+    """The tokens that a seed draws at places ``[start, end)`` of its completion, wherever they are drawn."""
+    first = (seed or 0) % 1_000_003
+    return [(first * 7_919 + place * 104_729) % VOCABULARY for place in range(start, end)]
 
 
 class SimulatedEngine:
@@ -349,9 +356,7 @@ class SimulatedEngine:
             if row not in self.running or row.to_prefill:
                 continue
             first = not row.tokens
-            for _ in range(min(steps, row.left)):
-                row.tokens.append(token_at(row.sampling.seed, row.drawn_before + len(row.tokens)))
-                row.versions.append(self.policy_version)
+            row.draw(min(steps, row.left), self.policy_version)
             if not row.left:
                 self._finish(row)
                 row.news.set()
@@ -425,11 +430,10 @@ def _chain(tokens: Sequence[int], version: int) -> list[int]:
 
 def _piece(row: _Row, done: bool) -> Piece:
     new = row.tokens[row.told :]
-    spans: list[PolicySpan] = []
-    for place, version in enumerate(row.versions[row.told :], start=row.told):
-        if spans and spans[-1].policy_version == version:
-            spans[-1] = PolicySpan(version, spans[-1].start, place + 1)
-        else:
-            spans.append(PolicySpan(version, place, place + 1))
+    spans, start = list[PolicySpan](), row.told
+    for version, places in groupby(row.versions[row.told :]):
+        end = start + len(list(places))
+        spans.append(PolicySpan(version, start, end))
+        start = end
     reason = FinishReason.LENGTH if done else None
     return Piece(tuple(new), (-0.5,) * len(new), tuple(spans), reason, row.cached_tokens if done else 0)

@@ -74,11 +74,12 @@ class PrefixIndex:
                 self._unlist(replica, block)
             cache.blocks.clear()
 
-    def chain(self, tokens: Sequence[int], root: int) -> list[BlockHash]:
-        """Hashes of the full blocks of ``tokens``, in order."""
-        size, found = self.block_size, list[BlockHash]()
-        last, tokens = hash((root, -1)), tuple(tokens)
-        for start in range(0, len(tokens) - size + 1, size):
+    def chain(self, tokens: Sequence[int], root: int, after: Sequence[BlockHash] = ()) -> list[BlockHash]:
+        """Hashes of the full blocks of ``tokens``, in order; ``after`` are those of its first blocks, where they are known."""
+        size, tokens = self.block_size, tuple(tokens)
+        found = list(after[: len(tokens) // size])
+        last = found[-1] if found else hash((root, -1))
+        for start in range(len(found) * size, len(tokens) - size + 1, size):
             last = hash((last, tokens[start : start + size]))
             found.append(last)
         return found

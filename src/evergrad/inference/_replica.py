@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,6 +17,9 @@ from evergrad.inference._spans import joined
 from evergrad.inference.client import Piece
 from evergrad.inference.config import EngineError
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Usage
+
+RESIDENT_S = 60.0
+"""How long after its last turn a session is expected to take another."""
 
 
 class ReplicaClient(Protocol):
@@ -73,6 +77,8 @@ class Request:
     spans: list[PolicySpan] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    chains: dict[tuple[int, int], list[BlockHash]] = field(default_factory=dict)
+    """(tokens, version) to the chain of prompt and tokens drawn, once it was needed."""
     errors: list[EngineError] = field(default_factory=list)
     """What each replica that gave it up said."""
     admitted: asyncio.Future[Replica] | None = None
@@ -142,6 +148,10 @@ class Replica:
     """Lockstep sessions that are open there."""
     num_sent: int = 0
     """Requests that run there now."""
+    resident_blocks: int = 0
+    """Of all sessions that were here not long ago, running or waiting for a tool."""
+    _resident: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
+    """Session to its last turn and its blocks, the oldest turn first."""
     _held: Counter[BlockHash] = field(default_factory=Counter)
     _pending: Counter[BlockHash] = field(default_factory=Counter)
     _writing: int = 0
@@ -156,19 +166,18 @@ class Replica:
 
     def option(self, chain: Sequence[BlockHash], cached: int) -> Option:
         """This replica in the eyes of a request whose first ``cached`` blocks it has, of a chain under its version."""
-        shared_held = shared_pending = 0
-        for block in chain[:cached]:
-            if block not in self._held:
-                break
-            shared_held += 1
-        if self._pending:
-            shared_pending = sum(block in self._pending for block in chain[:shared_held])
+        # Whoever holds a block holds all before it, so where the shared ones end is found by halving.
+        shared = bisect_left(range(cached), True, key=lambda depth: chain[depth] not in self._held)
+        pending = shared
+        while self._pending and pending and chain[pending - 1] in self._pending:
+            pending -= 1
         return Option(
             self.name,
-            len(self._pending) - shared_pending,
-            len(self._held) + self._writing - shared_held,
+            len(self._pending) - (shared - pending),
+            len(self._held) + self._writing - shared,
             cached,
             len(self.charges),
+            self.resident_blocks,
         )
 
     def charge(self, request: Request, charge: Charge) -> None:
@@ -176,6 +185,20 @@ class Replica:
         self._held.update(charge.chain)
         self._pending.update(charge.pending)
         self._writing += charge.writing
+
+    def reside(self, session: str, blocks: int, now: float) -> None:
+        """The session has so many blocks now, and is expected back; who has not come for long is not any more."""
+        self.leave(session)
+        self._resident[session] = (now, blocks)
+        self.resident_blocks += blocks
+        while now - next(iter(self._resident.values()))[0] > RESIDENT_S:
+            _, (_, gone) = self._resident.popitem(last=False)
+            self.resident_blocks -= gone
+
+    def leave(self, session: str) -> None:
+        """The session has gone elsewhere, or its end is known."""
+        _, blocks = self._resident.pop(session, (0.0, 0))
+        self.resident_blocks -= blocks
 
     def prefilled(self, charge: Charge) -> None:
         """The first token of a request has come."""

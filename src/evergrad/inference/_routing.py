@@ -1,13 +1,13 @@
 """Which replica a request goes to: costs in blocks of the key-value cache, and when a session leaves its replica.
 
-The cost is NVIDIA Dynamo's (``KvScheduler``, default selector): what a replica has still to prefill, and the blocks that its
-running requests hold, plus what of the new prompt it would have to compute::
+The cost is NVIDIA Dynamo's (default selector of its KV router): what a replica has still to prefill, the blocks that requests
+hold there, and what of the new prompt it would have to compute::
 
     cost = pending_prefill + held + max(0, prompt - cached)
 
-Blocks of the prompt that running requests hold, or are computing, already are no load to it: the first sibling of a group
-brings the prompt, the others ride along. This keeps a group together until its replica's load exceeds another's by more than
-the prompt is worth.
+Two things are added for agents. Blocks of the prompt that running requests hold, or are computing, are no load to it: the first
+sibling of a group brings the prompt, the others ride along. And a first turn begins a session that stays, so it is placed by
+what a replica is expected to hold and not by what it happens to hold: sessions that wait for a tool come back.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-IMBALANCE_RATIO = 1.5
-"""A session stays where its tokens are until that replica has so many times the load of the one that is cheapest …"""
-IMBALANCE_BLOCKS = 16
-"""… and so many blocks more."""
+IMBALANCE_RATIO = 2.0
+"""A session stays where its tokens are until that replica has so many times the load that the others have on average, and
+leaving, the prompt's prefill paid, still gains as much as the prompt has blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +35,16 @@ class Option:
     """Leading blocks of the prompt that the replica has."""
     requests: int
     """Running and queued."""
+    resident: int = 0
+    """Blocks of all sessions that were there not long ago, those that wait for a tool included."""
 
     @property
     def load(self) -> int:
         return self.pending_prefill + self.held
 
-    def cost(self, prompt: int) -> int:
-        """Of a prompt of so many blocks."""
-        return self.load + max(0, prompt - self.cached)
+    def missing(self, prompt: int) -> int:
+        """Blocks of a prompt of so many that the replica would have to compute."""
+        return max(0, prompt - self.cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Route:
     home: str | None
     """Where the session was before, else where the group's other sessions began; None for the first of a group."""
     later_turn: bool
+    return_share: float = 0.0
+    """Share of all turns so far that another one followed: how likely a session that waits for a tool is to come back."""
 
 
 class RoutingRule(Protocol):
@@ -68,7 +71,8 @@ class RoutingRule(Protocol):
 
 
 class CostRule:
-    """First turns by cost, at equal cost where the group is; later turns where the session is, until that is out of balance.
+    """First turns by expected cost, at equal cost where the group is; later turns where the session is, until that replica has
+    far more to do than the others.
 
     >>> idle = [Option("a", 0, 0, 0, 0), Option("b", 0, 0, 8, 0)]
     >>> CostRule().choose(Route(10, "g/0", "g", None, later_turn=False), idle)
@@ -79,20 +83,35 @@ class CostRule:
     """
 
     def choose(self, route: Route, options: Sequence[Option]) -> str:
-        key = route.group or ""
-        # Equal replicas are told apart by a hash of the group, so that groups spread and a run repeats.
-        cheapest = min(
-            options,
-            key=lambda each: (each.cost(route.prompt), each.name != route.home, each.requests, spread(key, each.name)),
-        )
-        if not route.later_turn:
-            return cheapest.name
         home = next((each for each in options if each.name == route.home), None)
-        if home is None:
-            return cheapest.name
-        excess = home.cost(route.prompt) - cheapest.cost(route.prompt)
-        out_of_balance = excess > IMBALANCE_BLOCKS and home.load > IMBALANCE_RATIO * cheapest.load
-        return cheapest.name if out_of_balance else home.name
+        if not route.later_turn or home is None:
+            return self._cheapest(route, options, _expected(route, options))
+        others = [each.load for each in options if each is not home]
+        if not others or home.load <= IMBALANCE_RATIO * sum(others) / len(others):
+            return home.name
+        costs = {each.name: each.load + each.missing(route.prompt) for each in options}
+        cheapest = self._cheapest(route, options, costs)
+        return cheapest if costs[home.name] - costs[cheapest] > route.prompt else home.name
+
+    def _cheapest(self, route: Route, options: Sequence[Option], costs: Mapping[str, float]) -> str:
+        lowest = min(costs.values())
+        cheapest = min(
+            (each for each in options if costs[each.name] == lowest),
+            # Equal replicas are told apart by a hash of the group, so that groups spread and a run repeats.
+            key=lambda each: (each.name != route.home, each.requests, spread(route.group or "", each.name)),
+        )
+        return cheapest.name
+
+
+def _expected(route: Route, options: Sequence[Option]) -> dict[str, float]:
+    """Cost of a session's first turn: held is what resident sessions are expected to hold, all replicas' mean share of it."""
+    resident = sum(each.resident for each in options)
+    share = route.return_share * min(1.0, sum(each.held for each in options) / resident) if resident else 0.0
+    now = 1.0 - route.return_share
+    return {
+        each.name: each.pending_prefill + now * each.held + share * each.resident + each.missing(route.prompt)
+        for each in options
+    }
 
 
 def group_of(session_id: str | None) -> str | None:

@@ -72,6 +72,7 @@ class Router:
         self._weights = asyncio.Lock()
         """Held while weights change or a replica joins, so that none misses a version."""
         self._moved_sessions = 0
+        self._first_turns = self._later_turns = 0
 
     # ---- generation
 
@@ -88,6 +89,8 @@ class Router:
         started = loop.time()
         home = None if session_id is None else self._homes.get(("session", session_id))
         request = Request(tuple(prompt_token_ids), sampling, session_id, group_of(session_id), home is not None)
+        self._later_turns += request.later_turn
+        self._first_turns += not request.later_turn
         while request.finish_reason is None:
             replica = await self._admission(request)
             await self._attempt(request, replica)
@@ -140,26 +143,39 @@ class Router:
             return None
         if len(ready) == 1:
             return ready[0]
-        tokens = (*request.prompt, *request.token_ids)
+        count = len(request.prompt) + len(request.token_ids)
         # The last token is always computed, since what follows it is not cached.
-        most, found = (len(tokens) - 1) // BLOCK_TOKENS, dict[str, int]()
-        chains = {version: self._index.chain(tokens, version) for version in {each.policy_version for each in ready}}
+        most, found = (count - 1) // BLOCK_TOKENS, dict[str, int]()
+        chains = {version: self._chain(request, version) for version in {each.policy_version for each in ready}}
         for version, chain in chains.items():
             depths = self._index.match(chain)
             found |= {each.name: depths.get(each.name, 0) for each in ready if each.policy_version == version}
         options = [each.option(chains[each.policy_version], min(most, found[each.name])) for each in ready]
         key = ("session", request.session) if request.later_turn else ("group", request.group)
         home = self._homes.get((key[0], key[1] or ""))
-        route = Route(-(-len(tokens) // BLOCK_TOKENS), request.session, request.group, home, request.later_turn)
+        route = Route(-(-count // BLOCK_TOKENS), request.session, request.group, home, request.later_turn, self._return_share)
         return self._replicas[self._rule.choose(route, options)]
 
+    @property
+    def _return_share(self) -> float:
+        return self._later_turns / max(1, self._first_turns + self._later_turns)
+
+    def _chain(self, request: Request, version: int) -> list[int]:
+        key = (len(request.token_ids), version)
+        if key not in request.chains:
+            request.chains[key] = self._index.chain((*request.prompt, *request.token_ids), version)
+        return request.chains[key]
+
     def _assign(self, request: Request, replica: Replica) -> None:
-        tokens = (*request.prompt, *request.token_ids)
-        chain = self._index.chain(tokens, replica.policy_version)
+        chain = self._chain(request, replica.policy_version)
         prediction = self._index.use(replica.name, chain)
         charge = Charge(chain, chain[prediction.blocks :], prediction, replica.policy_version)
         replica.charge(request, charge)
         if request.session is not None:
+            before = self._homes.get(("session", request.session))
+            if before in self._replicas and before != replica.name:
+                self._replicas[before].leave(request.session)
+            replica.reside(request.session, len(chain), asyncio.get_running_loop().time())
             self._remember(("session", request.session), replica)
         if request.group is not None and not request.later_turn:
             self._remember(("group", request.group), replica)
@@ -229,8 +245,8 @@ class Router:
             return
         self._index.correct(replica.name, charge.prediction, request.cached_tokens // BLOCK_TOKENS)
         # The last token was drawn, and never computed.
-        whole = self._index.chain((*request.prompt, *request.token_ids[:-1]), charge.version)
-        self._index.computed(replica.name, whole)
+        whole = (*request.prompt, *request.token_ids[:-1])
+        self._index.computed(replica.name, self._index.chain(whole, charge.version, after=charge.chain))
 
     def _settle(self, request: Request, replica: Replica) -> None:
         """Takes a request off a replica's books, and gives its place to the next."""
@@ -421,6 +437,7 @@ class Router:
             name = self._pins.pop(session, None)
             if name is not None and name in self._replicas:
                 self._replicas[name].pinned.discard(session)
+                self._replicas[name].leave(session)
                 self._replicas[name].note_idle()
                 per_replica.setdefault(name, []).append(session)
         misses = await asyncio.gather(*(self._replicas[name].client.close_sessions(each) for name, each in per_replica.items()))
