@@ -414,9 +414,10 @@ class Router:
         await self._deal([each for each in session_ids if each not in self._pins])
 
     async def _deal(self, session_ids: Sequence[str]) -> None:
-        ready = {name: len(each.pinned) for name, each in self._replicas.items() if each.state is State.READY}
+        # Also those that are down for a moment: who gets which session must not depend on when somebody was slow to answer.
+        ready = {name: len(each.pinned) for name, each in self._replicas.items() if not each.lost and each.leaving is None}
         if not ready:
-            raise EngineUnavailable("no replica is ready to open sessions")
+            raise EngineUnavailable("no replica is left to open sessions at")
         groups = {each: group_of(each) or each for each in session_ids}
         known = {group_of(session) or session: name for session, name in self._pins.items() if name in ready}
         dealt = assign_groups([group for group in groups.values() if group not in known], ready) | known
@@ -551,9 +552,9 @@ class Router:
 
     async def reset_prefix_cache(self) -> None:
         """Has every replica forget all computed prompts."""
-        ready = [each for each in self._replicas.values() if each.state is State.READY]
-        await asyncio.gather(*(each.client.reset_prefix_cache() for each in ready))
-        for replica in ready:
+        present = [each for each in self._replicas.values() if not each.lost]
+        await asyncio.gather(*(each.client.reset_prefix_cache() for each in present))
+        for replica in present:
             self._index.clear(replica.name)
 
     # ---- the whole
