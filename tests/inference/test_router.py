@@ -32,7 +32,7 @@ async def routed(count: int, speed: EngineSpeed = SMALL, **options: Any) -> Asyn
 
 
 def replicas(router: Router) -> list[Replica]:
-    return list(router._replicas.values())
+    return list(router._dispatcher.replicas.values())
 
 
 def check_whole(done: Completion, prompt: tuple[int, ...], sampling: Sampling) -> None:
@@ -50,7 +50,7 @@ def check_books_are_empty(router: Router) -> None:
         assert (replica.charges, replica.num_sent, replica.attempts) == ({}, 0, set())
         assert (replica._held, replica._pending, replica._writing) == ({}, {}, 0)
         assert replica.next_waiting() is None
-    assert not router._stranded
+    assert not router._dispatcher.stranded
 
 
 async def session(router: Router, name: str, seed: int, turns: int, done: list[tuple[Any, ...]]) -> None:
@@ -76,7 +76,7 @@ happenings = st.lists(
 
 
 @given(happenings, st.integers(0, 2**16), st.integers(2, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nothing_is_lost_or_doubled_whatever_happens_to_replicas(
     happenings: list[tuple[str, int, float]], seed: int, count: int
 ) -> None:
@@ -105,7 +105,7 @@ async def happen(
     version, joined, left, drains = 0, 0, set[str](), list[asyncio.Task[None]]()
     for what, which, after in happenings:
         await asyncio.sleep(after)
-        victims = [name for name in sorted(names) if name != "r0" and name in router._replicas]
+        victims = [name for name in sorted(names) if name != "r0" and name in router._dispatcher.replicas]
         name = victims[which % len(victims)] if victims else None
         if what == "join":
             joined += 1

@@ -15,25 +15,19 @@ one that stays silent is lost, whereupon its requests go on elsewhere from the t
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from evergrad.inference._prefixes import PrefixIndex
-from evergrad.inference._replica import Charge, Replica, ReplicaClient, Request, State
-from evergrad.inference._routing import CostRule, Route, RoutingRule, assign_groups, group_of
+from evergrad.inference._dispatch import BLOCK_TOKENS, Dispatcher
+from evergrad.inference._replica import Replica, ReplicaClient, State
+from evergrad.inference._routing import CostRule, RoutingRule, assign_groups, group_of
 from evergrad.inference.config import EngineError, EngineUnavailable
-from evergrad.types import Completion, FinishReason, Sampling
+from evergrad.types import Completion, Sampling
 
-BLOCK_TOKENS = 16
 LOOK_EVERY_S = 1.0
 SILENT_LOOKS = 3
 """So many looks in a row without an answer, each of up to five seconds, and a replica's requests are taken elsewhere."""
-MAX_TRIES = 5
-"""Replicas that may fail one request before it is given up: it may be the request that fails them."""
-REMEMBERED = 100_000
-"""Sessions and groups whose place is remembered."""
 LOGPROB_TOLERANCE = 1e-3
 """Nats by which replicas of one version may differ."""
 
@@ -54,17 +48,9 @@ class Router:
     """
 
     def __init__(self, rule: RoutingRule | None = None, *, patience_s: float = 120.0) -> None:
-        self._rule = rule or CostRule()
-        self._patience_s = patience_s
-        self._replicas: dict[str, Replica] = {}
+        self._dispatcher = Dispatcher(rule or CostRule(), patience_s)
+        self._replicas, self._pins, self._index = self._dispatcher.replicas, self._dispatcher.pins, self._dispatcher.index
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._index = PrefixIndex(BLOCK_TOKENS)
-        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """(``session`` or ``group``, its id) to the replica where it was last, or began."""
-        self._pins: dict[str, str] = {}
-        """Lockstep sessions to their replica."""
-        self._stranded: dict[Request, None] = {}
-        """Requests for which no replica is ready."""
         self._descriptor: Mapping[str, Any] | None = None
         self._bring: Bring | None = None
         """Gives a replica the weights that are served."""
@@ -72,7 +58,6 @@ class Router:
         self._weights = asyncio.Lock()
         """Held while weights change or a replica joins, so that none misses a version."""
         self._moved_sessions = 0
-        self._first_turns = self._later_turns = 0
 
     # ---- generation
 
@@ -85,199 +70,7 @@ class Router:
             EngineUnavailable: no replica was ready for ``patience_s``, or ``MAX_TRIES`` of them went away under it.
             EngineError: a replica refused the request.
         """
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        home = None if session_id is None else self._homes.get(("session", session_id))
-        request = Request(tuple(prompt_token_ids), sampling, session_id, group_of(session_id), home is not None)
-        self._later_turns += request.later_turn
-        self._first_turns += not request.later_turn
-        while request.finish_reason is None:
-            replica = await self._admission(request)
-            await self._attempt(request, replica)
-        return request.completion(loop.time() - started)
-
-    async def _admission(self, request: Request) -> Replica:
-        """The replica that has room for the request; it is on that replica's books by then."""
-        admitted: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
-        request.admitted = admitted
-        try:
-            self._place(request)
-            while not admitted.done():
-                await asyncio.wait({admitted}, timeout=self._patience_s)
-                if request in self._stranded:
-                    raise self._nobody(request)
-            return admitted.result()
-        except BaseException:
-            self._withdraw(request)
-            raise
-        finally:
-            request.admitted = None
-
-    def _nobody(self, request: Request) -> EngineUnavailable:
-        said = [str(error) for error in request.errors[-1:]] or [f"{r.name}: {r.reason}" for r in self._replicas.values()]
-        return EngineUnavailable(f"no replica was ready for {self._patience_s:g} s: {'; '.join(said) or 'there is none'}")
-
-    def _place(self, request: Request) -> None:
-        """Puts the request on the books of the replica that the rule chooses, and sends it or queues it there."""
-        replica = self._choose(request)
-        if replica is None:
-            self._stranded[request] = None
-            return
-        self._assign(request, replica)
-        if replica.has_room or request.session in self._pins:
-            self._send(request, replica)
-        else:
-            replica.enqueue(request)
-
-    def _place_stranded(self) -> None:
-        stranded, self._stranded = self._stranded, {}
-        for request in stranded:
-            self._place(request)
-
-    def _choose(self, request: Request) -> Replica | None:
-        pinned = self._replicas.get(self._pins.get(request.session or "", ""))
-        if pinned is not None:
-            return pinned if pinned.state is not State.DOWN else None
-        ready = [each for each in self._replicas.values() if each.state is State.READY]
-        if not ready:
-            return None
-        if len(ready) == 1:
-            return ready[0]
-        count = len(request.prompt) + len(request.token_ids)
-        # The last token is always computed, since what follows it is not cached.
-        most, found = (count - 1) // BLOCK_TOKENS, dict[str, int]()
-        chains = {version: self._chain(request, version) for version in {each.policy_version for each in ready}}
-        for version, chain in chains.items():
-            depths = self._index.match(chain)
-            found |= {each.name: depths.get(each.name, 0) for each in ready if each.policy_version == version}
-        options = [each.option(chains[each.policy_version], min(most, found[each.name])) for each in ready]
-        key = ("session", request.session) if request.later_turn else ("group", request.group)
-        home = self._homes.get((key[0], key[1] or ""))
-        route = Route(-(-count // BLOCK_TOKENS), request.session, request.group, home, request.later_turn, self._return_share)
-        return self._replicas[self._rule.choose(route, options)]
-
-    @property
-    def _return_share(self) -> float:
-        return self._later_turns / max(1, self._first_turns + self._later_turns)
-
-    def _chain(self, request: Request, version: int) -> list[int]:
-        key = (len(request.token_ids), version)
-        if key not in request.chains:
-            request.chains[key] = self._index.chain((*request.prompt, *request.token_ids), version)
-        return request.chains[key]
-
-    def _assign(self, request: Request, replica: Replica) -> None:
-        chain = self._chain(request, replica.policy_version)
-        prediction = self._index.use(replica.name, chain)
-        charge = Charge(chain, chain[prediction.blocks :], prediction, replica.policy_version)
-        replica.charge(request, charge)
-        if request.session is not None:
-            before = self._homes.get(("session", request.session))
-            if before in self._replicas and before != replica.name:
-                self._replicas[before].leave(request.session)
-            replica.reside(request.session, len(chain), asyncio.get_running_loop().time())
-            self._remember(("session", request.session), replica)
-        if request.group is not None and not request.later_turn:
-            self._remember(("group", request.group), replica)
-
-    def _remember(self, key: tuple[str, str], replica: Replica) -> None:
-        self._homes[key] = replica.name
-        self._homes.move_to_end(key)
-        if len(self._homes) > REMEMBERED:
-            self._homes.popitem(last=False)
-
-    def _send(self, request: Request, replica: Replica) -> None:
-        assert request.admitted is not None, "nobody waits for it"
-        replica.charges[request].sent = True
-        replica.num_sent += 1
-        request.admitted.set_result(replica)
-
-    def _withdraw(self, request: Request) -> None:
-        """The request is given up before a replica had room for it, or in the moment that one had."""
-        self._stranded.pop(request, None)
-        for replica in self._replicas.values():
-            if request in replica.charges:
-                self._settle(request, replica)
-
-    async def _attempt(self, request: Request, replica: Replica) -> None:
-        """Has the replica go on with the request, to its end or to the replica's own; what it drew is kept either way."""
-        reading = asyncio.create_task(self._read(request, replica))
-        replica.attempts.add(reading)
-        try:
-            await asyncio.wait({reading})
-        finally:
-            replica.attempts.discard(reading)
-            if not reading.done():
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-            self._settle(request, replica)
-        error: BaseException | None = EngineUnavailable(f"{replica.name} was lost: {replica.reason}")
-        if not reading.cancelled():
-            error = reading.exception()
-        if error is None:
-            return
-        if not isinstance(error, EngineUnavailable):
-            raise error
-        self._suspect(replica, error)
-        request.errors.append(error)
-        if len(request.errors) >= MAX_TRIES:
-            raise EngineUnavailable(f"given up after {MAX_TRIES} tries; the last one: {error}") from error
-
-    async def _read(self, request: Request, replica: Replica) -> None:
-        charge, before = replica.charges[request], len(request.token_ids)
-        sampling = request.sampling_left()
-        if not sampling.max_tokens:
-            request.finish_reason = FinishReason.LENGTH  # the last piece was lost, and said nothing else
-            return
-        tokens = (*request.prompt, *request.token_ids)
-        async for piece in replica.client.stream(tokens, sampling, session_id=request.session, drawn=before):
-            if piece.token_ids and charge.pending:
-                replica.prefilled(charge)
-            request.take(piece, before)
-            replica.wrote(charge, 1 + (len(request.token_ids) - before) // BLOCK_TOKENS)
-        if request.finish_reason is None:
-            raise EngineUnavailable("the answer broke off", where=replica.name)
-        self._learn(request, replica, charge)
-
-    def _learn(self, request: Request, replica: Replica, charge: Charge) -> None:
-        """What a finished request says about the replica's cache."""
-        if replica.policy_version != charge.version:
-            return
-        self._index.correct(replica.name, charge.prediction, request.cached_tokens // BLOCK_TOKENS)
-        # The last token was drawn, and never computed.
-        whole = (*request.prompt, *request.token_ids[:-1])
-        self._index.computed(replica.name, self._index.chain(whole, charge.version, after=charge.chain))
-
-    def _settle(self, request: Request, replica: Replica) -> None:
-        """Takes a request off a replica's books, and gives its place to the next."""
-        if request not in replica.charges:
-            return
-        waiting = replica.num_queued > 0
-        charge = replica.discharge(request)
-        if charge.sent:
-            replica.limit.finished(was_binding=waiting)
-        replica.note_idle()
-        self._fill(replica)
-
-    def _fill(self, replica: Replica) -> None:
-        while replica.has_room:
-            request = replica.next_waiting()
-            if request is None:
-                break
-            self._send(request, replica)
-        if replica.state is State.READY:
-            self._steal(replica)
-
-    def _steal(self, replica: Replica) -> None:
-        """A replica that is half empty takes new sessions that wait elsewhere."""
-        while 2 * replica.num_sent < replica.limit.value:
-            longest = max(self._replicas.values(), key=lambda each: len(each.first_turns))
-            request = None if longest is replica else longest.last_new()
-            if request is None:
-                return
-            longest.discharge(request)
-            self._assign(request, replica)
-            self._send(request, replica)
+        return await self._dispatcher.complete(tuple(prompt_token_ids), sampling, session_id)
 
     # ---- replicas
 
@@ -295,7 +88,7 @@ class Router:
                 await client.attach(self._descriptor)
             self._note(replica, await self._brought_up(replica))
             self._replicas[name] = replica
-        self._rise(replica)
+        self._dispatcher.rise(replica)
         self._watches[name] = asyncio.create_task(self._watch(replica), name=f"watch-{name}")
 
     async def remove(self, name: str) -> None:
@@ -318,10 +111,10 @@ class Router:
             EngineError: there is no such replica.
         """
         replica = self._find(name)
-        replica.leaving = asyncio.Event()
+        replica.leaving = replica.leaving or asyncio.Event()
         if replica.state is State.READY:
             replica.state = State.DRAINING
-        self._requeue(replica)
+        self._dispatcher.requeue(replica)
         replica.note_idle()
         await replica.leaving.wait()
         if self._replicas.get(name) is replica:
@@ -341,12 +134,12 @@ class Router:
                 await self._look(replica)
             except EngineError as error:
                 silent = silent + 1 if isinstance(error, EngineUnavailable) else 0
-                self._fall(replica, str(error))
+                self._dispatcher.fall(replica, str(error))
                 if silent == SILENT_LOOKS:
                     await self._lose(replica, replica.reason)
             else:
                 silent = 0
-                self._rise(replica)
+                self._dispatcher.rise(replica)
 
     async def _look(self, replica: Replica) -> None:
         """
@@ -377,35 +170,14 @@ class Router:
         replica.limit.observe(health["load"])
         self._index.add(replica.name, int(health["load"]["kv_cache_tokens"]) // BLOCK_TOKENS)
 
-    def _rise(self, replica: Replica) -> None:
-        replica.lost = False
-        if replica.state is State.DOWN:
-            replica.state, replica.reason = State.DRAINING if replica.leaving else State.READY, ""
-            self._place_stranded()
-        self._fill(replica)
-
-    def _fall(self, replica: Replica, reason: str) -> None:
-        replica.state, replica.reason = State.DOWN, reason
-        self._requeue(replica)
-
     async def _lose(self, replica: Replica, reason: str) -> None:
         """Takes everything from a replica that is gone; nothing is known about its cache any more."""
-        self._fall(replica, reason)
+        self._dispatcher.fall(replica, reason)
         replica.lost = True
         await self._reopen(replica)
         for attempt in replica.attempts:
             attempt.cancel()
         self._index.clear(replica.name)
-
-    def _suspect(self, replica: Replica, error: EngineError) -> None:
-        """A request failed for the replica's sake: it gets no other until it has said that it is well."""
-        if replica.state is State.READY:
-            self._fall(replica, str(error))
-
-    def _requeue(self, replica: Replica) -> None:
-        for request in replica.empty_queue():
-            replica.discharge(request)
-            self._place(request)
 
     # ---- lockstep sessions
 
@@ -460,7 +232,7 @@ class Router:
                 # Without a replica that takes them they are ordinary sessions: sampled all the same, and counted as moved.
                 for session in sessions:
                     self._pins.pop(session, None)
-        self._place_stranded()
+        self._dispatcher.place_stranded()
 
     # ---- weights
 
@@ -508,7 +280,7 @@ class Router:
                 raise next(iter(failed.values()), EngineUnavailable(f"no replica to take version {policy_version}"))
             self._bring, self._policy_version = bring, policy_version
             for replica, error in failed.items():
-                self._fall(replica, f"does not have version {policy_version}: {error}")
+                self._dispatcher.fall(replica, f"does not have version {policy_version}: {error}")
         return {
             "policy_version": policy_version,
             "pause_s": max(float(each["pause_s"]) for each in took),
