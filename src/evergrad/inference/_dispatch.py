@@ -248,7 +248,7 @@ class Dispatcher:
 
     def _steal(self, replica: Replica) -> None:
         """A replica that is half empty takes new sessions that wait elsewhere."""
-        while 2 * replica.num_sent < replica.limit.value:
+        while 2 * replica.num_sent < replica.limit.value and any(each.first_turns for each in self.replicas.values()):
             longest = max(self.replicas.values(), key=lambda each: len(each.first_turns))
             request = None if longest is replica else longest.last_new()
             if request is None:

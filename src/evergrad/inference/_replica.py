@@ -166,8 +166,10 @@ class Replica:
 
     def option(self, chain: Sequence[BlockHash], cached: int) -> Option:
         """This replica in the eyes of a request whose first ``cached`` blocks it has, of a chain under its version."""
-        # Whoever holds a block holds all before it, so where the shared ones end is found by halving.
-        shared = bisect_left(range(cached), True, key=lambda depth: chain[depth] not in self._held)
+        shared = cached
+        if cached and chain[cached - 1] not in self._held:
+            # Whoever holds a block holds all before it, so where the shared ones end is found by halving.
+            shared = bisect_left(range(cached), True, key=lambda depth: chain[depth] not in self._held)
         pending = shared
         while self._pending and pending and chain[pending - 1] in self._pending:
             pending -= 1
