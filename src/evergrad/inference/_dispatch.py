@@ -184,10 +184,9 @@ class Dispatcher:
         try:
             await asyncio.wait({reading})
         finally:
+            # Nothing is awaited here: a second cancellation would leave the books as they are. A cancelled task reads no more.
             replica.attempts.discard(reading)
-            if not reading.done():
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+            reading.cancel()
             self._settle(request, replica)
         error: BaseException | None = EngineUnavailable(f"{replica.name} was lost: {replica.reason}")
         if not reading.cancelled():
