@@ -353,8 +353,8 @@ class SimulatedEngine:
             row.to_prefill -= tokens
             self.prefilled_tokens += tokens
         for row in list(self.running):
-            if row not in self.running or row.to_prefill:
-                continue
+            if row.to_prefill or not row.private:
+                continue  # reads its prompt, or gave way meanwhile
             first = not row.tokens
             row.draw(min(steps, row.left), self.policy_version)
             if not row.left:
