@@ -15,7 +15,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-gate docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-gate bench-router docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -81,6 +81,9 @@ bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 ses
 
 bench-gate: $(READY)  ## The gate's promises over long series, by simulation; one line of JSON
 	$(BIN)/python benchmarks/bench_gate.py
+
+bench-router: $(READY)  ## Our router against three other rules, 64 simulated replicas, 10,000 sessions; one line of JSON
+	$(BIN)/python -m benchmarks.bench_router
 
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py

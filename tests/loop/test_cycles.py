@@ -224,3 +224,34 @@ def test_an_asynchronous_run_overlaps_and_ends(tmp_path: Path, start: Start) -> 
     assert 0 < max(staleness) <= 1, "nothing overlapped, or the bound does not hold"
     assert report["cycles"][0]["verdict"] in ("promoted", "refused")
     assert half_written(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_two_engines_roll_out_and_one_may_die(tmp_path: Path, start: Start, synchronous: bool) -> None:
+    config = TINY_RUN.replace("threads = 1", "threads = 1\nreplicas = 2")
+    if not synchronous:
+        config = config.replace("threads = 1", 'threads = 1\nmode = "disaggregated"')
+        config = config.replace("group_size = 4", "group_size = 4\nmax_off_policy_steps = 1")
+    (tmp_path / "two.toml").write_text(config)
+    run = tmp_path / "run"
+    process = start("run", str(tmp_path / "two.toml"), "--run-dir", str(run))
+    deadline = time.monotonic() + PATIENCE_S
+    while not ((run / "state.json").exists() and read(run / "state.json")["stage"] == "learn"):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    engines = [each for each in workers(process.pid) if "evergrad.inference" in each.cmdline()]
+    engines[0].kill()
+    told = finish(process)
+    assert ("going on from the last saved state" in told) == synchronous, told
+    assert ("another takes its place" in told) != synchronous, told
+    report = read(run / "report.json")
+    assert [step["step"] for step in report["steps"]] == [1, 2, 3]
+    if synchronous:
+        assert [step["lockstep_misses"] for step in report["steps"]] == [0, 0, 0]
+        alone = tmp_path / "alone"
+        finish(start("run", str(tmp_path / "two.toml"), "--run-dir", str(alone)))
+        weights = [load_file(each / "versions" / "t-c1-rl" / "model.safetensors") for each in (run, alone)]
+        assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    assert report["cycles"][0]["verdict"] in ("promoted", "refused")

@@ -26,6 +26,8 @@ class Sample:
     sampling: Sampling
     seed: int
     order: Order
+    drawn: int = 0
+    """Tokens that an earlier try drew and that stand at the prompt's end: the draws go on after them."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[PolicySpan] = field(default_factory=list)
@@ -53,7 +55,7 @@ class Sample:
     def uniform(self, ahead: int = 0) -> float:
         """The draw of the next token, or of one further ``ahead``, in [0, 1): a function of the seed and the token's place, and
         of nothing else."""
-        text = f"{self.seed}:{len(self.token_ids) + ahead}".encode()
+        text = f"{self.seed}:{self.drawn + len(self.token_ids) + ahead}".encode()
         return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11) * 2.0**-53
 
 

@@ -66,6 +66,10 @@ class GenerateBody(Config):
     token_ids: tuple[StrictInt, ...]
     sampling_params: SamplingParams = SamplingParams()
     session_id: StrictStr | None = None
+    stream: StrictBool = False
+    """Server-sent events, each with the tokens since the one before."""
+    drawn: Annotated[StrictInt, Field(ge=0)] = 0
+    """How many of the last ``token_ids`` an earlier try drew: a seed's draws go on after them."""
 
 
 class TextPart(Config):

@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import httpx
 
-from evergrad.inference.config import EngineError
+from evergrad.inference.config import EngineError, EngineUnavailable
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Usage
+
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a completion that came since the piece before it.
+
+    >>> Piece((7, 8), (-0.1, -0.2), (PolicySpan(3, 0, 2),)).finish_reason is None
+    True
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One per token."""
+    policy_spans: tuple[PolicySpan, ...]
+    """Of these tokens; places count from the completion's start."""
+    finish_reason: FinishReason | None = None
+    """Only on the last piece."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed; only on the last piece."""
+
+
+class InferenceClient(Protocol):
+    """What generates for the loop: one engine (:class:`EngineClient`), or several behind a
+    :class:`~evergrad.inference.router.Router`. The methods are those of :class:`EngineClient`."""
+
+    async def __call__(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
+    ) -> Completion: ...
+
+    async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    async def load_weights(
+        self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None
+    ) -> dict[str, Any]: ...
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]: ...
+
+    async def open_sessions(self, session_ids: Iterable[str]) -> None: ...
+
+    async def close_sessions(self, session_ids: Iterable[str]) -> int: ...
+
+    def take_lockstep_misses(self) -> int: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def health(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
 
 
 class EngineClient:
@@ -45,20 +99,49 @@ class EngineClient:
     ) -> Completion:
         """One completion."""
         started = time.perf_counter()
-        params = {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "seed": sampling.seed,
-            "stop_token_ids": sampling.stop_token_ids,
-        }
-        body = {"token_ids": list(prompt_token_ids), "sampling_params": params, "session_id": session_id}
-        answer = await self._post("/inference/v1/generate", body)
+        answer = await self._post("/inference/v1/generate", _body(prompt_token_ids, sampling, session_id))
         try:
             return _completion(answer, time.perf_counter() - started)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise EngineError(f"the engine's answer cannot be read: {error!r}", where=self.base_url) from error
+
+    async def stream(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None, drawn: int = 0
+    ) -> AsyncGenerator[Piece, None]:
+        """One completion in pieces, as they are drawn; the last one has the finish reason.
+
+        Args:
+            drawn: How many of the prompt's last tokens an earlier try at the same completion drew. With a seed, what follows
+                is what would have followed there.
+
+        Raises:
+            EngineUnavailable: the engine went away; the pieces so far stay valid.
+        """
+        path = "/inference/v1/generate"
+        body = {**_body(prompt_token_ids, sampling, session_id), "stream": True, "drawn": drawn}
+        ended = False
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    self._raise_for(response, path)
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    answer = json.loads(line.removeprefix("data: "))
+                    if "error" in answer:
+                        raise _refusal(answer, 503, f"{self.base_url}{path}")
+                    piece = _piece(answer)
+                    ended = piece.finish_reason is not None
+                    yield piece
+        except httpx.TimeoutException as error:
+            raise EngineUnavailable("the engine did not go on in time", where=f"{self.base_url}{path}") from error
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"the engine cannot be reached: {error!r}", where=f"{self.base_url}{path}") from error
+        except _UNREADABLE as error:
+            raise EngineError(f"the engine's answer cannot be read: {error!r}", where=self.base_url) from error
+        if not ended:
+            raise EngineUnavailable("the answer broke off", where=f"{self.base_url}{path}")
 
     async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
         """Has the engine map a publisher's slots."""
@@ -105,7 +188,10 @@ class EngineClient:
         await self._post("/admin/reset_prefix_cache", {})
 
     async def health(self) -> dict[str, Any]:
-        """``{status, reason, policy_version}`` of an engine that works; answers within five seconds or raises."""
+        """``{status, reason, policy_version, load}`` of an engine that works; answers within five seconds or raises.
+
+        ``load`` has the rows ``running`` and ``waiting``, ``preemptions`` so far, ``kv_usage`` (share of the cache that rows
+        hold) and ``kv_cache_tokens`` (its size)."""
         return await self._send("GET", "/health", None, timeout=5.0)
 
     async def close(self) -> None:
@@ -126,31 +212,72 @@ class EngineClient:
         try:
             response = await self._http.request(method, path, json=body, **options)
         except httpx.TimeoutException as error:
-            raise EngineError("the engine did not answer in time", where=f"{self.base_url}{path}") from error
+            raise EngineUnavailable("the engine did not answer in time", where=f"{self.base_url}{path}") from error
         except httpx.HTTPError as error:
-            raise EngineError(f"the engine cannot be reached: {error!r}", where=f"{self.base_url}{path}") from error
+            raise EngineUnavailable(f"the engine cannot be reached: {error!r}", where=f"{self.base_url}{path}") from error
+        return self._raise_for(response, path)
+
+    def _raise_for(self, response: httpx.Response, path: str) -> dict[str, Any]:
+        """The answer's JSON object; any status but 200 is an error."""
         try:
             answer = response.json()
         except ValueError as error:
             raise EngineError(f"status {response.status_code}, not JSON", where=f"{self.base_url}{path}") from error
         if response.status_code != 200:
-            detail = answer.get("error", answer)
-            message = detail.get("message") if "message" in detail else detail.get("reason")
-            raise EngineError(f"status {response.status_code}: {message}", where=f"{self.base_url}{path}")
+            raise _refusal(answer, response.status_code, f"{self.base_url}{path}")
         return dict(answer)
 
 
-def _completion(answer: Mapping[str, Any], seconds: float) -> Completion:
-    choice, usage = answer["choices"][0], answer["usage"]
-    content = choice["logprobs"]["content"]
-    token_ids = tuple(choice["token_ids"])
+def _refusal(answer: Mapping[str, Any], status: int, where: str) -> EngineError:
+    detail = answer.get("error", answer)
+    message = detail.get("message") if "message" in detail else detail.get("reason")
+    # A model that gives no numbers would give none elsewhere: the weights are the same.
+    elsewhere = status == 503 and detail.get("code") != "model_failed"
+    return (EngineUnavailable if elsewhere else EngineError)(f"status {status}: {message}", where=where)
+
+
+def _body(prompt_token_ids: Sequence[int], sampling: Sampling, session_id: str | None) -> dict[str, Any]:
+    params = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    return {"token_ids": list(prompt_token_ids), "sampling_params": params, "session_id": session_id}
+
+
+def _piece(answer: Mapping[str, Any]) -> Piece:
+    token_ids, logprobs, spans, reason = _drawn(answer["choices"][0])
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return Piece(token_ids, logprobs, spans, reason, details.get("cached_tokens", 0))
+
+
+def _drawn(choice: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[PolicySpan, ...], FinishReason | None]:
+    """Token ids, their logprobs and versions, and the finish reason."""
+    content, token_ids, reason = choice["logprobs"]["content"], tuple(choice["token_ids"]), choice["finish_reason"]
     if tuple(entry["token_id"] for entry in content) != token_ids:
         raise ValueError("token ids and logprobs do not belong together")
+    spans = tuple(PolicySpan(span["version"], span["start"], span["end"]) for span in choice["weight_versions"])
+    return (
+        token_ids,
+        tuple(float(entry["logprob"]) for entry in content),
+        spans,
+        None if reason is None else FinishReason(reason),
+    )
+
+
+def _completion(answer: Mapping[str, Any], seconds: float) -> Completion:
+    usage = answer["usage"]
+    token_ids, logprobs, spans, reason = _drawn(answer["choices"][0])
+    if reason is None:
+        raise ValueError("no finish reason")
     return Completion(
         token_ids=token_ids,
-        logprobs=tuple(float(entry["logprob"]) for entry in content),
-        finish_reason=FinishReason(choice["finish_reason"]),
-        policy_spans=tuple(PolicySpan(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]),
+        logprobs=logprobs,
+        finish_reason=reason,
+        policy_spans=spans,
         usage=Usage(
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),

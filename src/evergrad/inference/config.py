@@ -12,6 +12,10 @@ class EngineError(EvergradError):
     """A request, an update or a start that the engine refused, and what to do next."""
 
 
+class EngineUnavailable(EngineError):
+    """The engine cannot be reached, does not answer in time, is dead or still loading: another one may do the same work."""
+
+
 class EngineConfig(Config):
     """Configuration of one engine process.
 

@@ -43,6 +43,9 @@ class Request:
     sampling: Sampling
     session_id: str | None = None
     n: int = 1
+    drawn: int = 0
+    """How many of the last ``token_ids`` an earlier try at this request drew. With a seed, the same tokens follow as would
+    have followed there."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Event:
     token_id: int | None
     """None only when a completion ends without a further token: aborted or failed."""
     logprob: float = 0.0
+    policy_version: int = 0
+    """Of the weights that drew the token."""
     finish_reason: FinishReason | None = None
     policy_spans: tuple[PolicySpan, ...] = ()
     """Of the whole completion; only on its last event."""
@@ -110,6 +115,11 @@ class Engine:
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the cache's blocks that rows hold; the others are free, or kept for reuse alone."""
+        return 1.0 - self._pool.available / self._pool.num_blocks
+
     def submit(self, request: Request) -> None:
         """Puts a request in the queue.
 
@@ -129,7 +139,12 @@ class Engine:
             seed = _derived_seed(self.config.seed, *group)
         samples = [
             Sample(
-                request.request_id, index, request.sampling, seed if index == 0 else _derived_seed(seed, index), (*group, index)
+                request.request_id,
+                index,
+                request.sampling,
+                seed if index == 0 else _derived_seed(seed, index),
+                (*group, index),
+                request.drawn,
             )
             for index in range(request.n)
         ]
@@ -262,6 +277,8 @@ class Engine:
         odd = next((one for one in request.token_ids if not 0 <= one < self.model.vocab_size), None)
         if odd is not None:
             raise RequestError(f"token {odd} is outside of the vocabulary of {self.model.vocab_size}", where="token_ids")
+        if not 0 <= request.drawn <= count:
+            raise RequestError(f"{request.drawn} of the prompt's {count} tokens cannot have been drawn before", where="drawn")
         if request.request_id in self._owners:
             raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
 
@@ -369,15 +386,20 @@ def _derived_seed(seed: int, *path: object) -> int:
 
 
 def _progress(sample: Sample) -> Event:
-    token_id, logprob = sample.token_ids[-1], sample.logprobs[-1]
+    token_id, logprob, version = sample.token_ids[-1], sample.logprobs[-1], sample.spans[-1].policy_version
     if sample.finish_reason is None:
-        return Event(sample.request_id, sample.index, token_id, logprob)
-    return Event(
-        sample.request_id, sample.index, token_id, logprob, sample.finish_reason, tuple(sample.spans), sample.cached_tokens
-    )
+        return Event(sample.request_id, sample.index, token_id, logprob, version)
+    spans = tuple(sample.spans)
+    return Event(sample.request_id, sample.index, token_id, logprob, version, sample.finish_reason, spans, sample.cached_tokens)
 
 
 def _closing(sample: Sample, error: str | None = None) -> Event:
     return Event(
-        sample.request_id, sample.index, None, 0.0, sample.finish_reason, tuple(sample.spans), sample.cached_tokens, error
+        sample.request_id,
+        sample.index,
+        None,
+        finish_reason=sample.finish_reason,
+        policy_spans=tuple(sample.spans),
+        cached_tokens=sample.cached_tokens,
+        error=error,
     )

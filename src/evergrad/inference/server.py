@@ -7,19 +7,20 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from evergrad.config import ConfigError, nearest
+from evergrad.inference import _generated as generated
 from evergrad.inference import _wire as wire
 from evergrad.inference._chat import ChatFormat, TextStream
+from evergrad.inference._generated import Answer, sse, usage
 from evergrad.inference._loop import StepLoop
 from evergrad.inference._weights import WeightUpdates
 from evergrad.inference.config import EngineError
@@ -27,6 +28,8 @@ from evergrad.inference.engine import Engine, Event, RequestError
 from evergrad.inference.engine import Request as EngineRequest
 from evergrad.transfer import TransferError
 from evergrad.types import EvergradError, FinishReason, Sampling
+
+T = TypeVar("T")
 
 _MAX_BODY = 1 << 20
 """Bytes of a request's body, where the context does not need more."""
@@ -51,22 +54,6 @@ class HttpError(Exception):
 
     def response(self) -> Response:
         return _reply(self.body, self.status)
-
-
-@dataclass
-class _Answer:
-    """One completion as its events come in."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    last: Event | None = None
-
-    def add(self, event: Event) -> None:
-        if event.token_id is not None:
-            self.token_ids.append(event.token_id)
-            self.logprobs.append(event.logprob)
-        if event.finish_reason is not None:
-            self.last = event
 
 
 class EngineServer:
@@ -156,36 +143,23 @@ class EngineServer:
         if body.model is not None:
             self._check_model(body.model)
         params = body.sampling_params
-        answers = await self._complete(request, body.token_ids, params.sampling(), params.n, body.session_id)
-        choices = [
-            {
-                "index": index,
-                "token_ids": answer.token_ids,
-                "logprobs": {
-                    "content": [
-                        {"token_id": token, "logprob": logprob}
-                        for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
-                    ]
-                },
-                "finish_reason": _last(answer).finish_reason,
-                "weight_versions": [
-                    {"version": span.policy_version, "start": span.start, "end": span.end}
-                    for span in _last(answer).policy_spans
-                ],
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return _reply({"id": _new_id("gen"), "choices": choices, "usage": _usage(body.token_ids, answers)})
+        asked = EngineRequest(uuid.uuid4().hex, body.token_ids, params.sampling(), body.session_id, params.n, body.drawn)
+        if not body.stream:
+            answers = await self._complete(request, asked)
+            return _reply(generated.whole(_new_id("gen"), len(body.token_ids), answers))
+        bursts = self._bursts(asked)
+        first = await _first(bursts)
+        pieces = generated.pieces(_new_id("gen"), len(body.token_ids), params.n, _chain(first, bursts))
+        return StreamingResponse(_or_error(pieces), media_type="text/event-stream")
 
-    async def _complete(
-        self, request: Request, token_ids: tuple[int, ...], sampling: Sampling, n: int, session_id: str | None
-    ) -> list[_Answer]:
+    async def _complete(self, request: Request, asked: EngineRequest) -> list[Answer]:
         """All completions of one request; aborted in the engine when the client goes away."""
-        answers = [_Answer() for _ in range(n)]
+        answers = [Answer() for _ in range(asked.n)]
 
         async def collect() -> None:
-            async for event in self._events(token_ids, sampling, n, session_id):
-                answers[event.index].add(event)
+            async for burst in self._bursts(asked):
+                for event in burst:
+                    answers[event.index].add(event)
 
         work = asyncio.create_task(collect())
         gone = asyncio.create_task(_disconnected(request))
@@ -200,29 +174,28 @@ class EngineServer:
             await asyncio.gather(work, gone, return_exceptions=True)
         return answers
 
-    async def _events(
-        self, token_ids: tuple[int, ...], sampling: Sampling, n: int, session_id: str | None
-    ) -> AsyncIterator[Event]:
-        """Events of one request until its last completion ends. Left early, it aborts the request."""
-        request = EngineRequest(uuid.uuid4().hex, token_ids, sampling, session_id, n)
+    async def _bursts(self, asked: EngineRequest) -> AsyncGenerator[list[Event], None]:
+        """Events of one request, all that wait at a time, until its last completion ends. Left early, it aborts the request."""
         queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        self._queues[request.request_id] = queue
-        left = n
+        self._queues[asked.request_id] = queue
+        left = asked.n
         try:
-            await asyncio.wrap_future(self._steps.submit(request))
+            await asyncio.wrap_future(self._steps.submit(asked))
             while left:
-                event = await queue.get()
-                if isinstance(event, Exception):
-                    raise HttpError(503, f"the engine stopped: {event}", code="engine_dead")
-                if event.error is not None:
-                    raise HttpError(503, event.error, code="model_failed")
-                left -= event.finish_reason is not None
-                yield event
+                waiting = [await queue.get()]
+                while not queue.empty():
+                    waiting.append(queue.get_nowait())
+                events, failure = _until_failure(waiting)
+                left -= sum(event.finish_reason is not None for event in events)
+                if events:
+                    yield events
+                if failure is not None:
+                    raise failure
         finally:
-            del self._queues[request.request_id]
+            del self._queues[asked.request_id]
             if left:
                 # Not waited for: this may run while the task is being cancelled.
-                self._steps.abort(request.request_id)
+                self._steps.abort(asked.request_id)
 
     def _deliver(self, events: list[Event]) -> None:
         if self._event_loop is not None and not self._event_loop.is_closed():
@@ -266,17 +239,12 @@ class EngineServer:
             body.seed,
         )
         reply = _ChatReply(self.chat, body, len(token_ids))
-        events = self._events(token_ids, sampling, body.n, body.session_id)
-        # The first event tells whether the request is good at all; after it, a status can no longer be sent.
-        try:
-            first = await anext(events)
-        except BaseException:
-            await events.aclose()  # type: ignore[attr-defined]
-            raise
+        bursts = self._bursts(EngineRequest(uuid.uuid4().hex, token_ids, sampling, body.session_id, body.n))
+        events = _one_by_one(await _first(bursts), bursts)
         if body.stream:
-            return StreamingResponse(reply.stream_or_error(first, events), media_type="text/event-stream")
+            return StreamingResponse(_or_error(reply.stream(events)), media_type="text/event-stream")
         gone = asyncio.create_task(_disconnected(request))
-        work = asyncio.create_task(reply.collect(first, events))
+        work = asyncio.create_task(reply.collect(events))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -301,7 +269,15 @@ class EngineServer:
     async def _health(self) -> Response:
         trouble = self._steps.trouble()
         status = "failing" if trouble is not None else "loading" if self._loading else "ok"
-        body = {"status": status, "reason": trouble, "policy_version": self.engine.policy_version}
+        engine = self.engine
+        load = {
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+            "preemptions": engine.num_preemptions,
+            "kv_usage": round(engine.kv_usage, 4),
+            "kv_cache_tokens": engine.config.kv_cache_tokens,
+        }
+        body = {"status": status, "reason": trouble, "policy_version": engine.policy_version, "load": load}
         return _reply(body, 200 if status == "ok" else 503)
 
     async def _metrics(self) -> Response:
@@ -418,14 +394,14 @@ class _ChatReply:
         self._chat, self._body = chat, body
         self._num_prompt_tokens = num_prompt_tokens
         self._id, self._created = _new_id("chatcmpl"), int(time.time())
-        self._answers = [_Answer() for _ in range(body.n)]
+        self._answers = [Answer() for _ in range(body.n)]
         self._texts = [TextStream(chat, body.stop_texts()) for _ in range(body.n)]
         self._done = [False] * body.n
 
-    async def collect(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
+    async def collect(self, events: AsyncGenerator[Event, None]) -> dict[str, Any]:
         parts: list[list[str]] = [[] for _ in self._answers]
         reasons: list[str | None] = [None] * len(parts)
-        async for index, text, reason, _ in self._pieces(first, events):
+        async for index, text, reason, _ in self._pieces(events):
             parts[index].append(text)
             reasons[index] = reason or reasons[index]
         choices = [
@@ -439,43 +415,31 @@ class _ChatReply:
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
 
-    async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    async def stream(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[str, None]:
         """Server-sent events, ``[DONE]`` at the end."""
         for index in range(len(self._answers)):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
         sent = [0] * len(self._answers)
-        async for index, text, reason, answer in self._pieces(first, events):
+        async for index, text, reason, answer in self._pieces(events):
             logprobs = None
             if self._body.logprobs:
                 logprobs, sent[index] = self._logprobs(answer, sent[index]), len(answer.token_ids)
             if text or logprobs or reason:
                 yield self._chunk(index, {"content": text} if text else {}, reason, logprobs)
         if self._body.stream_options.include_usage:
-            yield _sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
+            yield sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
-    async def stream_or_error(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """The stream; what goes wrong after its start is said in it, since the status is sent."""
-        try:
-            async for part in self.stream(first, events):
-                yield part
-        except HttpError as error:
-            yield _sse(error.body)
-
-    async def _pieces(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, str, str | None, _Answer]]:
-        try:
-            event: Event | None = first
-            while event is not None:
+    async def _pieces(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[tuple[int, str, str | None, Answer], None]:
+        async with aclosing(events):
+            async for event in events:
                 piece = self._take(event)
                 if piece is not None:
                     yield piece
                 if all(self._done):
                     break
-                event = await anext(events, None)
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
 
-    def _take(self, event: Event) -> tuple[int, str, str | None, _Answer] | None:
+    def _take(self, event: Event) -> tuple[int, str, str | None, Answer] | None:
         index = event.index
         if self._done[index]:
             return None
@@ -491,7 +455,7 @@ class _ChatReply:
         reason = "stop" if text.stopped else (str(event.finish_reason) if ended else None)
         return index, piece, reason, answer
 
-    def _logprobs(self, answer: _Answer, start: int) -> dict[str, Any]:
+    def _logprobs(self, answer: Answer, start: int) -> dict[str, Any]:
         content = []
         for token_id, logprob in zip(answer.token_ids[start:], answer.logprobs[start:], strict=True):
             text = self._chat.token_text(token_id)
@@ -503,22 +467,10 @@ class _ChatReply:
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None) -> str:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return _sse({**self._head("chat.completion.chunk"), "choices": [choice]})
+        return sse({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def _usage(self) -> dict[str, Any]:
-        return _usage(range(self._num_prompt_tokens), self._answers)
-
-
-def _usage(prompt: Any, answers: Iterable[_Answer]) -> dict[str, Any]:
-    answers = list(answers)
-    cached = answers[0].last.cached_tokens if answers[0].last is not None else 0
-    completion = sum(len(answer.token_ids) for answer in answers)
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": completion,
-        "total_tokens": len(prompt) + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+        return usage(self._num_prompt_tokens, self._answers)
 
 
 def _reply(body: Any, status: int = 200) -> Response:
@@ -532,14 +484,49 @@ class _AsciiResponse(JSONResponse):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _last(answer: _Answer) -> Event:
-    if answer.last is None:
-        raise HttpError(503, "a completion has no end", code="internal")
-    return answer.last
+def _until_failure(waiting: Iterable[Event | Exception]) -> tuple[list[Event], HttpError | None]:
+    """What was drawn before the engine died or the model failed, and the error if either did."""
+    events: list[Event] = []
+    for each in waiting:
+        if isinstance(each, Exception):
+            return events, HttpError(503, f"the engine stopped: {each}", code="engine_dead")
+        if each.error is not None:
+            return events, HttpError(503, each.error, code="model_failed")
+        events.append(each)
+    return events, None
 
 
-def _sse(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+async def _first(bursts: AsyncGenerator[T, None]) -> T:
+    """The first of them, which tells whether the request is good at all; after it, a status can no longer be sent."""
+    try:
+        return await anext(bursts)
+    except BaseException:
+        await bursts.aclose()
+        raise
+
+
+async def _chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async with aclosing(rest):
+        yield first
+        async for each in rest:
+            yield each
+
+
+async def _one_by_one(first: list[Event], rest: AsyncGenerator[list[Event], None]) -> AsyncGenerator[Event, None]:
+    async with aclosing(_chain(first, rest)) as bursts:
+        async for burst in bursts:
+            for event in burst:
+                yield event
+
+
+async def _or_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The stream; what goes wrong after its start is said in it, since the status is sent."""
+    async with aclosing(parts):
+        try:
+            async for part in parts:
+                yield part
+        except HttpError as error:
+            yield sse(error.body)
 
 
 def _new_id(kind: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evergrad.evals import GIVEN_UP, Costs, evaluate, gate, give_up_on
-from evergrad.inference import EngineClient
+from evergrad.inference import InferenceClient
 from evergrad.loop._announcing import (
     anchor_reports,
     gate_suites,
@@ -117,7 +117,7 @@ async def report_for(
     session: Session,
     version: ModelVersion,
     settings: Mapping[str, Any],
-    client: EngineClient,
+    client: InferenceClient,
     draw: int = 0,
     rival: EvalReport | None = None,
 ) -> EvalReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evergrad.inference import EngineClient
+from evergrad.inference import InferenceClient
 from evergrad.types import EvergradError
 
 PROBE_TOKENS = 24
@@ -28,7 +28,7 @@ def require_equal(expected: Sequence[float], found: Sequence[float], what: str) 
     )
 
 
-async def require_probe(probe: Mapping[str, Any] | None, engine: EngineClient, what: str) -> None:
+async def require_probe(probe: Mapping[str, Any] | None, engine: InferenceClient, what: str) -> None:
     """Has ``engine`` score the probe that was kept with a version; a version without one is taken as it is.
 
     Raises:

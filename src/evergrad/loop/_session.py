@@ -21,11 +21,12 @@ from typing import Any
 
 from evergrad.envs import Taskset
 from evergrad.evals import t_quantile
-from evergrad.inference import EngineClient, EngineConfig
+from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
+from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._serving import PRODUCTION, Serving
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
@@ -41,13 +42,14 @@ KEEP_CHECKPOINTS = 2
 class Session:
     """Use as an async context manager; leaving it stops all workers."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, console: LoopConsole, restarts: Restarts) -> None:
         self.config, self.folder, self.console = config, folder, console
         self.state = folder.load_state(LoopState(deployed=dict(config.environment.settings)))
         folder.write_metrics(self.state.steps)
         self.placement = LocalPlacement(folder.path / "logs", config.placement.stuck_after_s)
         self.writer = RolloutWriter(folder.rollouts)
         self.cores = config.placement.threads or len(os.sched_getaffinity(0))
+        self._restarts = restarts
         self._started = time.monotonic()
         self._tasksets: dict[str, Taskset] = {}
         self._tasks: dict[str, Sequence[Task]] = {}
@@ -56,7 +58,7 @@ class Session:
         self.ledger: Ledger
         self.clock: PhaseClock
         self.trainer: TrainerClient
-        self.engine: EngineClient
+        self.engines: RolloutEngines
         self.renderer: Renderer
         self.serving: Serving
         self._sinks: SinkFan | None = None
@@ -89,6 +91,11 @@ class Session:
             self.writer.close()
         finally:
             await self._exit.aclose()
+
+    @property
+    def engine(self) -> InferenceClient:
+        """What rolls out: one engine, or several that look like one."""
+        return self.engines.client
 
     # -- where the run stands --------------------------------------------------------------------------------------------
 
@@ -228,7 +235,7 @@ class Session:
     async def _publish_as(self, policy_version: int) -> dict[str, Any]:
         with self.clock.phase("weight_sync"):
             manifest = await self.trainer.publish(policy_version)
-            receipt = await self.engine.update_weights(manifest)
+            receipt = await self.engines.update_weights(manifest)
             await self._prove(policy_version)
         return receipt
 
@@ -242,7 +249,7 @@ class Session:
         task = self.training_task(self.state.deployed, 0)
         return list(self.renderer.prompt(task.prompt))[-PROBE_TOKENS:]
 
-    def require_holder(self, client: EngineClient, version: ModelVersion) -> None:
+    def require_holder(self, client: InferenceClient, version: ModelVersion) -> None:
         """
         Raises:
             EvergradError: ``client`` is the serving engine and it serves another version than the one to be measured.
@@ -330,13 +337,16 @@ class Session:
             model=str(model), threads=threads, seed=config.seed, critic=config.critic, **config.trainer.model_dump()
         )
         engine_config = EngineConfig(model=str(model), threads=threads, seed=config.seed)
-        self.console.note(f"starting engine and trainer on {config.model}")
-        trainer, engine = await asyncio.gather(
-            self.placement.start("trainer", "evergrad.training", trainer_config),
-            self.placement.start("engine", "evergrad.inference", engine_config),
+        replicas = config.placement.replicas
+        share = engine_config.model_copy(update={"threads": max(1, threads // replicas)})
+        self.engines = await self._exit.enter_async_context(
+            RolloutEngines(self.placement, share, replicas, self._restarts, self._engine_is_replaceable, self.console.note)
+        )
+        self.console.note(f"starting {'engine' if replicas == 1 else f'{replicas} engines'} and trainer on {config.model}")
+        trainer, _ = await asyncio.gather(
+            self.placement.start("trainer", "evergrad.training", trainer_config), self.engines.start()
         )
         self.trainer = await self._exit.enter_async_context(TrainerClient(trainer.base_url, trainer.token))
-        self.engine = await self._exit.enter_async_context(EngineClient(engine.base_url, engine.token))
         await self.engine.attach(await self.trainer.descriptor())
         from transformers import AutoTokenizer
 
@@ -344,6 +354,9 @@ class Session:
         self.serving = await self._exit.enter_async_context(
             Serving(self.placement, engine_config, self.registry, self.folder.path)
         )
+
+    def _engine_is_replaceable(self) -> bool:
+        return self.recipe.rl.max_off_policy_steps > 0
 
     async def _restore(self) -> None:
         """Brings trainer, engine and serving to the saved state."""

@@ -269,6 +269,8 @@ class PlacementConfig(Config):
     """``colocated``: engine and trainer use all cores by turns. ``disaggregated``: each has half, and they overlap."""
     threads: int | None = Field(None, ge=1)
     """Cores to use; all by default."""
+    replicas: int = Field(1, ge=1)
+    """Engines that roll out, behind one router; each has its share of the engine's cores."""
     max_restarts: int = Field(3, ge=0)
     """How many dead workers are replaced before the run ends with the cause."""
     stuck_after_s: float = Field(60.0, gt=0)

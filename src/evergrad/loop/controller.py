@@ -33,6 +33,7 @@ from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
+from evergrad.loop._replicas import Restarts
 from evergrad.loop._reporting import rebuild_report, report
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
@@ -128,18 +129,17 @@ def _stop_on_sigterm() -> None:
 
 async def _run(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
     _stop_on_sigterm()
-    restarts = 0
+    restarts = Restarts(config.placement.max_restarts)
     while True:
         try:
-            async with Session(config, folder, console) as session:
+            async with Session(config, folder, console, restarts) as session:
                 await _supervised(session)
             return
         except WorkerDied as death:
-            restarts += 1
             console.note(f"{death}", style="red")
-            if restarts > config.placement.max_restarts:
+            if not restarts.take():
                 raise
-            console.note(f"going on from the last saved state (restart {restarts} of {config.placement.max_restarts})")
+            console.note(f"going on from the last saved state ({restarts})")
 
 
 async def _supervised(session: Session) -> None:

@@ -14,7 +14,7 @@ import re
 import secrets
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,7 @@ class LocalPlacement:
     def __init__(self, logs: Path, stuck_after_s: float = 60.0) -> None:
         self._logs, self._stuck_after_s = logs, stuck_after_s
         self._workers: list[Worker] = []
-        self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+        self._deaths: asyncio.Queue[Exception] = asyncio.Queue()
         self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> LocalPlacement:
@@ -88,9 +88,20 @@ class LocalPlacement:
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
     async def start(
-        self, name: str, module: str, config: Config, arguments: Sequence[str] = (), *, log: str | None = None
+        self,
+        name: str,
+        module: str,
+        config: Config,
+        arguments: Sequence[str] = (),
+        *,
+        log: str | None = None,
+        on_death: Callable[[WorkerDied], None] | None = None,
     ) -> Worker:
-        """Starts ``python -m module`` and waits until it answers; ``log`` is its file where several may bear one name.
+        """Starts ``python -m module`` and waits until it answers.
+
+        Args:
+            log: Its file where several may bear one name.
+            on_death: Told of its death in place of :meth:`watch`, by who can do without it.
 
         Raises:
             WorkerDied: it ended before it was ready.
@@ -120,15 +131,20 @@ class LocalPlacement:
         if not line:
             raise await worker.died()
         worker.base_url = f"http://127.0.0.1:{json.loads(line)['port']}"
-        self._watchers += [asyncio.create_task(each(worker)) for each in (self._report_death, self._end_when_stuck)]
+        death = self._report_death(worker, on_death or self.report)
+        self._watchers += [asyncio.create_task(each) for each in (death, self._end_when_stuck(worker))]
         return worker
 
     async def watch(self) -> None:
         """Returns never; raises the first death of a worker, those started meanwhile included."""
         raise await self._deaths.get()
 
-    async def _report_death(self, worker: Worker) -> None:
-        self._deaths.put_nowait(await worker.died())
+    def report(self, error: Exception) -> None:
+        """Has :meth:`watch` raise it."""
+        self._deaths.put_nowait(error)
+
+    async def _report_death(self, worker: Worker, tell: Callable[[WorkerDied], None]) -> None:
+        tell(await worker.died())
 
     async def _end_when_stuck(self, worker: Worker) -> None:
         # Looks are counted, not seconds: a machine that slept finds its workers as they were.
