@@ -209,9 +209,8 @@ def main() -> None:
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"router-{arguments.replicas}x{arguments.sessions}-seed-{arguments.seed}.json").write_text(
-        json.dumps(result, indent=1) + "\n"
-    )
+    name = f"router-{arguments.replicas}x{arguments.sessions}-seed-{arguments.seed}.json"
+    (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
