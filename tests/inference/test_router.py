@@ -250,7 +250,9 @@ loads_of_replicas = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 400), 
 @given(loads_of_replicas, st.integers(1, 40))
 @settings(deadline=None)
 def test_a_session_leaves_only_for_a_gain_that_pays_its_prefill(loads: list[tuple[int, int, int]], prompt: int) -> None:
-    options = [Option(f"r{n}", pending, held, min(cached, prompt), 0) for n, (pending, held, cached) in enumerate(loads)]
+    options = [
+        Option(f"r{n}", pending, held, min(cached, prompt), 0 if n else 20) for n, (pending, held, cached) in enumerate(loads)
+    ]
     route = Route(prompt, "g/0", "g", "r0", later_turn=True)
     chosen = next(each for each in options if each.name == CostRule().choose(route, options))
     home = options[0]

@@ -19,7 +19,9 @@ from typing import Protocol
 
 IMBALANCE_RATIO = 2.0
 """A session stays where its tokens are until that replica has so many times the load that the others have on average, and
-leaving, the prompt's prefill paid, still gains as much as the prompt has blocks."""
+leaving, the prompt's prefill paid, still gains as much as the prompt has blocks …"""
+IMBALANCE_REQUESTS = 16
+"""… and never for fewer requests more than the one it would go to: a batch that is not full costs little to join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class CostRule:
     >>> idle = [Option("a", 0, 0, 0, 0), Option("b", 0, 0, 8, 0)]
     >>> CostRule().choose(Route(10, "g/0", "g", None, later_turn=False), idle)
     'b'
-    >>> busy = [Option("a", 20, 80, 8, 9), Option("b", 0, 4, 0, 1)]
+    >>> busy = [Option("a", 20, 80, 8, 29), Option("b", 0, 4, 0, 1)]
     >>> CostRule().choose(Route(10, "g/0", "g", "a", later_turn=True), busy)
     'b'
     """
@@ -91,7 +93,9 @@ class CostRule:
             return home.name
         costs = {each.name: each.load + each.missing(route.prompt) for each in options}
         cheapest = self._cheapest(route, options, costs)
-        return cheapest if costs[home.name] - costs[cheapest] > route.prompt else home.name
+        fewer = home.requests - next(each.requests for each in options if each.name == cheapest)
+        gains = costs[home.name] - costs[cheapest] > route.prompt
+        return cheapest if gains and fewer >= IMBALANCE_REQUESTS else home.name
 
     def _cheapest(self, route: Route, options: Sequence[Option], costs: Mapping[str, float]) -> str:
         lowest = min(costs.values())
