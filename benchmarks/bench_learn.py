@@ -1,14 +1,14 @@
 """Time to a held-out success: this engine and trainer against TRL's ``GRPOTrainer``, from the same start on the same task.
 
-The task is ``ticket_routing.py``, the model ``tiny`` after a warm start that taught it the form of an answer. Both then make the
-same number of steps of 8 groups × 8 samples on the same tasks in the same order, with the same loss (DAPO's), advantages
+The task is ``ticket_routing.py``, the model ``tiny`` after a warm start that taught it the form of an answer. Both then make
+the same number of steps of 8 groups × 8 samples on the same tasks in the same order, with the same loss (DAPO's), advantages
 (centred on the group's mean), AdamW and learning rate. Ours runs as a user runs it: engine and trainer are processes of their
 own, each step rolls out, trains and moves the weights into the engine. TRL generates and trains in one process, the whole batch
 at once, without gradient checkpointing. The clock counts generation, rewards, training and weight updates; it stands while
 programs start and while weights are put aside after each step.
 
-Afterwards one engine plays the held-out tasks greedily with all weights that were put aside. A run's time to the goal is that of
-its first step whose weights reach it; the figure is the ratio of the sums over seeds. Wilson intervals of the last step's
+Afterwards one engine plays the held-out tasks greedily with all weights that were put aside. A run's time to the goal is that
+of its first step whose weights reach it; the figure is the ratio of the sums over seeds. Wilson intervals of the last step's
 success, over all seeds, show that both learned the same.
 
 The last line of output is one JSON object; the same is kept under ``benchmarks/results/``. Needs the extra ``trl``.
@@ -36,7 +36,7 @@ from evergrad.envs import Taskset
 from evergrad.evals import wilson_interval
 from evergrad.inference import EngineClient, EngineConfig
 from evergrad.loop.placement import LocalPlacement
-from evergrad.rollouts import Renderer, assign_advantages, demonstrate, greedy_rollout, run_groups, run_rollout, scripted
+from evergrad.rollouts import Renderer, assign_advantages, demonstrate, greedy_rollout, run_groups, run_rollout
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig
 from evergrad.training.config import OptimizerConfig
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Task, TrainingBatch, TrainingSample

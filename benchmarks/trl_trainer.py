@@ -13,11 +13,13 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from evergrad.types import TrainingSample
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+logging.disable_progress_bar()
 
 
 @dataclass(frozen=True)
