@@ -210,8 +210,11 @@ def run_trl(plan: Plan) -> list[float]:
     """Seconds of each step, TRL's way."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
+    from transformers.trainer_callback import PrinterCallback
+    from transformers.utils import logging
     from trl import GRPOConfig, GRPOTrainer
 
+    logging.disable_progress_bar()
     torch.set_num_threads(plan.threads)
     taskset, tasks, rendered = Taskset(ENVIRONMENT), plan.tasks(), renderer(plan.start)
     stops = rendered.stop_token_ids
@@ -280,6 +283,7 @@ def run_trl(plan: Plan) -> list[float]:
         processing_class=AutoTokenizer.from_pretrained(plan.start),
         callbacks=[Watch()],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return seconds
 
