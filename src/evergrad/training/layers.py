@@ -23,9 +23,9 @@ def write_out_backward(model: nn.Module) -> None:
     """
     for module in model.modules():
         if _is_norm(module):
-            module.forward = _Norm(module)  # type: ignore[method-assign, assignment]
+            module.forward = _Norm(module)
         elif _is_gated(module):
-            module.forward = _GatedFeedForward(module)  # type: ignore[method-assign, assignment]
+            module.forward = _GatedFeedForward(module)
 
 
 class _Norm:
@@ -50,17 +50,18 @@ class _GatedFeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
-        layers = (module.gate_proj, module.up_proj, module.down_proj)
+        layers: tuple[Any, ...] = (module.gate_proj, module.up_proj, module.down_proj)
         if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
             return self._own(x)  # type: ignore[no-any-return]
         rows = x.reshape(-1, x.shape[-1])
-        output = gated_feed_forward(rows, *(layer.weight for layer in layers))  # type: ignore[arg-type]
+        output = gated_feed_forward(rows, *(layer.weight for layer in layers))
         return output.view(*x.shape[:-1], -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight · x / sqrt(mean(x²) + eps)`` over the last dimension; x [..., width], weight [width]."""
-    return _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)  # type: ignore[no-untyped-call, no-any-return]
+    rows: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)  # type: ignore[no-untyped-call]
+    return rows.view(x.shape)
 
 
 def gated_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 
