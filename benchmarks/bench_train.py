@@ -252,19 +252,21 @@ def memory_of_ours(case: Case) -> dict[str, float]:
         for _ in range(2):
             trainer.step(batch, LOSS)
 
-    return peak_of(steps)
+    return peak_of(trainer._model, steps)
 
 
 def memory_of_trl(case: Case, cut: Cut) -> dict[str, float]:
     """On two groups: further micro-batches take time, and no more memory."""
     torch.set_num_threads(case.threads)
     trainer = given_batch(case.folder, case.samples(2), cut, 2, Clock(), case.scratch / "memory", **their_optimizer())
-    return peak_of(trainer.train)
+    return peak_of(trainer.model, trainer.train)
 
 
-def peak_of(steps: Callable[[], object]) -> dict[str, float]:
+def peak_of(model: torch.nn.Module, steps: Callable[[], object]) -> dict[str, float]:
     """Resident memory with the model loaded, at its highest during ``steps``, and the difference: gradients, optimizer state
     and everything that a step needs for itself. Linux only."""
+    for parameter in model.parameters():
+        parameter.sum()  # reads the weights in, which lie in a mapped file until then
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of loading
     loaded = _resident_mb("VmRSS")
     steps()
