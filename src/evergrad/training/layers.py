@@ -36,14 +36,14 @@ class _Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self._module.weight
-        if x.dtype != torch.float32 or weight.dtype != torch.float32:
+        if not _is_whole(weight) or x.dtype != torch.float32 or weight.dtype != torch.float32:
             # transformers goes through float32 whatever it is given; that path is its own to define.
             return self._own(x)  # type: ignore[no-any-return]
         return rms_norm(x, weight, self._module.variance_epsilon)  # type: ignore[arg-type]
 
 
 class _GatedFeedForward:
-    """Forward of ``down(silu(gate(x)) · up(x))`` for plain linear layers; with adapters on them it is the module's own."""
+    """Forward of ``down(silu(gate(x)) · up(x))`` for plain linear layers; of adapted or sharded ones it is the module's own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._own = module, module.forward
@@ -51,7 +51,7 @@ class _GatedFeedForward:
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
         layers: tuple[Any, ...] = (module.gate_proj, module.up_proj, module.down_proj)
-        if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
+        if not all(type(layer) is nn.Linear and layer.bias is None and _is_whole(layer.weight) for layer in layers):
             return self._own(x)  # type: ignore[no-any-return]
         rows = x.reshape(-1, x.shape[-1])
         output = gated_feed_forward(rows, *(layer.weight for layer in layers))
@@ -110,6 +110,11 @@ class _Gated(torch.autograd.Function):
         grad_gate = torch.mm(grad_gated.t(), x) if wants_gate else None
         grad_up = torch.mm(grad_raised.t(), x) if wants_up else None
         return grad_x, grad_gate, grad_up, grad_down
+
+
+def _is_whole(weight: object) -> bool:
+    """Not a rank's share of a weight, which only the layer that it belongs to gathers."""
+    return type(weight) is nn.Parameter
 
 
 @torch.no_grad()
