@@ -15,7 +15,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-gate bench-router docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-train bench-learn bench-gate bench-router docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -84,6 +84,14 @@ bench-gate: $(READY)  ## The gate's promises over long series, by simulation; on
 
 bench-router: $(READY)  ## Our router against three other rules, 64 simulated replicas, 10,000 sessions; one line of JSON
 	$(BIN)/python -m benchmarks.bench_router
+
+bench-train: $(READY)  ## Our optimizer step against TRL's on the same batch (installs the extra trl first); one line of JSON
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
+	$(BIN)/python benchmarks/bench_train.py
+
+bench-learn: $(READY)  ## Time to the same success, ours against TRL's (installs the extra trl first); one line of JSON
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
+	$(BIN)/python benchmarks/bench_learn.py
 
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py

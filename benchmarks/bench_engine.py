@@ -10,25 +10,19 @@ The last line of output is one JSON object; the same is kept under ``benchmarks/
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, set_seed
 
 from evergrad.inference import EngineConfig
 from evergrad.inference.engine import Engine, Request
 from evergrad.types import Sampling
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -39,15 +33,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=145)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=record.cores())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(_folder(arguments.model, Path(scratch)), arguments)
-    RESULTS.mkdir(exist_ok=True)
-    line = json.dumps(result)
-    (RESULTS / f"engine-{result['measured_at'].replace(':', '')}.json").write_text(line + "\n", encoding="utf-8")
-    print(line)
+    record.keep(result, arguments.threads)
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -78,11 +69,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "samples": arguments.samples,
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": arguments.new_tokens,
-        "threads": arguments.threads,
         "device": str(engine.model.device),
-        "machine": _machine(),
-        "commit": _commit(),
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -139,29 +126,6 @@ def _folder(name: str, scratch: Path) -> Path:
     from evergrad.registry import base_model
 
     return base_model(name)
-
-
-def _machine() -> dict[str, Any]:
-    cpu = ""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), "")
-    return {
-        "cpu": cpu or platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": round(os.getloadavg()[0], 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _commit() -> str:
-    try:
-        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=RESULTS.parent).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from evergrad.training.attention import ATTENTION_NAME, AttentionPlans
 from evergrad.training.config import TrainerError, require_model_folder
 from evergrad.training.forest import Forest, TrainedTokens, plant
+from evergrad.training.layers import write_out_backward
 from evergrad.training.logprobs import chosen_logprobs
 from evergrad.types import TrainingSample
 
@@ -50,7 +51,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
         )
     except Exception as error:  # transformers raises many kinds for a bad folder
         raise TrainerError(f"the model does not load: {error}", where=path) from error
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    write_out_backward(model)
+    return model
 
 
 def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> Scores:

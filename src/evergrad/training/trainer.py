@@ -338,7 +338,8 @@ class Trainer:
         finite = bool(np.isfinite(norm))
         if grads and finite:
             for group in self._optimizer.param_groups:
-                torch.nn.utils.clip_grads_with_norm_(group["params"], settings.grad_clip, torch.tensor(norm))
+                if norm > settings.grad_clip:  # else it would multiply every gradient by 1
+                    torch.nn.utils.clip_grads_with_norm_(group["params"], settings.grad_clip, torch.tensor(norm))
                 group["lr"] = rate
             self._optimizer.step()
             self.updates += 1

@@ -1,0 +1,61 @@
+"""How every benchmark ends: one JSON object that says on what machine and at which commit it was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def keep(result: dict[str, Any], threads: int) -> None:
+    """Completes ``result`` with machine, commit and time, keeps it under ``results/``, and prints it as the last line."""
+    whole = {
+        **result,
+        "threads": threads,
+        "machine": machine(),
+        "commit": commit(),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    line = json.dumps(whole)
+    RESULTS.mkdir(exist_ok=True)
+    name = f"{whole['benchmark']}-{whole['measured_at'].replace(':', '')}.json"
+    (RESULTS / name).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def machine() -> dict[str, Any]:
+    """What a figure has to be compared with."""
+    cpu = ""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), "")
+    return {
+        "cpu": cpu or platform.processor(),
+        "cores": cores(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def commit() -> str:
+    """Of the code that was measured; empty outside of a clone."""
+    try:
+        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=RESULTS.parent).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,142 @@
+"""Norms and feed-forward layers with a backward pass written out: the numbers are transformers' own, the way there is shorter.
+
+Autograd keeps what every small step of these layers was given, and walks through memory once or more for each. Written out,
+RMSNorm keeps its input alone, and the feed-forward layer its input and two projections; what else the backward pass needs is
+made again there by a cheap product. At the few hundred nodes of a micro-batch this is a quarter of a model's activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_PROBE_ROWS = 3
+
+
+def write_out_backward(model: nn.Module) -> None:
+    """Replaces the forward of every layer whose form is known and found to compute the same; leaves all others alone.
+
+    RMSNorm: Zhang & Sennrich 2019 (arXiv 1910.07467). Feed-forward with a gate, SwiGLU: Shazeer 2020 (arXiv 2002.05202).
+    """
+    for module in model.modules():
+        if _is_norm(module):
+            module.forward = _Norm(module)
+        elif _is_gated(module):
+            module.forward = _GatedFeedForward(module)
+
+
+class _Norm:
+    """Forward of an RMSNorm module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._module.weight
+        if not _is_whole(weight) or x.dtype != torch.float32 or weight.dtype != torch.float32:
+            # transformers goes through float32 whatever it is given; that path is its own to define.
+            return self._own(x)  # type: ignore[no-any-return]
+        return rms_norm(x, weight, self._module.variance_epsilon)  # type: ignore[arg-type]
+
+
+class _GatedFeedForward:
+    """Forward of ``down(silu(gate(x)) · up(x))`` for plain linear layers; of adapted or sharded ones it is the module's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module
+        layers: tuple[Any, ...] = (module.gate_proj, module.up_proj, module.down_proj)
+        if not all(type(layer) is nn.Linear and layer.bias is None and _is_whole(layer.weight) for layer in layers):
+            return self._own(x)  # type: ignore[no-any-return]
+        rows = x.reshape(-1, x.shape[-1])
+        output = gated_feed_forward(rows, *(layer.weight for layer in layers))
+        return output.view(*x.shape[:-1], -1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight · x / sqrt(mean(x²) + eps)`` over the last dimension; x [..., width], weight [width]."""
+    rows: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)  # type: ignore[no-untyped-call]
+    return rows.view(x.shape)
+
+
+def gated_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """``(silu(x gateᵀ) · x upᵀ) downᵀ``; x [rows, width], gate and up [inner, width], down [width, inner]."""
+    return _Gated.apply(x, gate, up, down)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With s = 1/sqrt(mean(x²) + eps): dx = s·(w·g − x · s²/width · Σ w·g·x), dw = Σ over rows of s·x·g."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        product = grad * x
+        grad_weight = torch.mv(product.t(), scale[:, 0]) if ctx.needs_input_grad[1] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            along = torch.mv(product, weight)[:, None].mul_(scale.pow(3)).div_(-x.shape[-1])
+            grad_x = torch.mul(grad, weight, out=product).mul_(scale).addcmul_(x, along)
+        return grad_x, grad_weight, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gated, raised = torch.mm(x, gate.t()), torch.mm(x, up.t())
+        ctx.save_for_backward(x, gate, up, down, gated, raised)
+        return torch.mm(functional.silu(gated).mul_(raised), down.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        x, gate, up, down, gated, raised = ctx.saved_tensors
+        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
+        grad_inner = torch.mm(grad, down)
+        active = functional.silu(gated)
+        grad_down = torch.mm(grad.t(), active * raised) if wants_down else None
+        grad_raised = active.mul_(grad_inner)
+        grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(raised), gated)
+        grad_x = torch.mm(grad_gated, gate).addmm_(grad_raised, up) if wants_x else None
+        grad_gate = torch.mm(grad_gated.t(), x) if wants_gate else None
+        grad_up = torch.mm(grad_raised.t(), x) if wants_up else None
+        return grad_x, grad_gate, grad_up, grad_down
+
+
+def _is_whole(weight: object) -> bool:
+    """Not a rank's share of a weight, which only the layer that it belongs to gathers."""
+    return type(weight) is nn.Parameter
+
+
+@torch.no_grad()
+def _is_norm(module: nn.Module) -> bool:
+    """An RMSNorm that multiplies by its weight as it is; some families multiply by 1 + weight."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
+        return False
+    x = _probe(len(weight), weight.to(torch.float32))
+    expected = module(x.to(weight.dtype)).to(torch.float32)
+    tolerance = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 2e-2
+    return torch.allclose(rms_norm(x, weight.to(torch.float32), eps), expected, rtol=tolerance, atol=tolerance)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    names = ("gate_proj", "up_proj", "down_proj")
+    if not all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
+        return False
+    activation = getattr(module, "act_fn", None)
+    x = torch.linspace(-4, 4, 17)
+    return callable(activation) and torch.equal(activation(x), functional.silu(x))
+
+
+def _probe(width: int, like: Tensor) -> Tensor:
+    return torch.linspace(-1.7, 2.3, _PROBE_ROWS * width, device=like.device).view(_PROBE_ROWS, width)

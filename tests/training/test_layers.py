@@ -1,0 +1,97 @@
+"""Backward passes written out give what autograd gives through transformers' own layers, and replace no others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import GemmaConfig, LlamaConfig
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from evergrad.training.layers import gated_feed_forward, rms_norm, write_out_backward
+
+WIDTH, INNER = 12, 20
+
+
+def double(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_gradients_are_the_derivatives() -> None:
+    torch.manual_seed(0)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (double(2, 3, WIDTH), double(WIDTH)))
+    weights = double(INNER, WIDTH), double(INNER, WIDTH), double(WIDTH, INNER)
+    assert torch.autograd.gradcheck(gated_feed_forward, (double(5, WIDTH), *weights))
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1, 2)], ids=str)
+def test_frozen_weights_get_no_gradient(frozen: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weights = [double(INNER, WIDTH), double(INNER, WIDTH), double(WIDTH, INNER)]
+    for number in frozen:
+        weights[number].requires_grad_(False)
+    assert torch.autograd.gradcheck(gated_feed_forward, (double(5, WIDTH), *weights))
+
+
+def norm() -> nn.Module:
+    module = LlamaRMSNorm(WIDTH, eps=1e-5)
+    nn.init.normal_(module.weight)
+    return module
+
+
+def feed_forward() -> nn.Module:
+    return LlamaMLP(LlamaConfig(hidden_size=WIDTH, num_attention_heads=2, intermediate_size=INNER))
+
+
+@pytest.mark.parametrize("make", [norm, feed_forward])
+def test_equal_to_the_layer_that_is_replaced(make: object) -> None:
+    torch.manual_seed(0)
+    theirs = make()  # type: ignore[operator]
+    ours = copy.deepcopy(theirs)
+    write_out_backward(ours)
+    assert "forward" in vars(ours)
+    x = torch.randn(1, 7, WIDTH)
+    results = []
+    for module in (ours, theirs):
+        given = x.clone().requires_grad_()
+        output = module(given)
+        output.square().sum().backward()
+        results.append([output, given.grad, *(parameter.grad for parameter in module.parameters())])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_other_forms_are_left_alone() -> None:
+    torch.manual_seed(0)
+    shifted = GemmaRMSNorm(WIDTH)  # multiplies by 1 + weight
+    nn.init.normal_(shifted.weight)
+    shifted.variance_epsilon = 1e-6
+    other_activation = GemmaMLP(GemmaConfig(hidden_size=WIDTH, intermediate_size=INNER, hidden_activation="gelu"))
+    for module in (shifted, other_activation, nn.Linear(WIDTH, WIDTH)):
+        write_out_backward(module)
+        assert "forward" not in vars(module)
+
+
+def test_a_layer_with_adapters_or_bias_runs_its_own_forward() -> None:
+    torch.manual_seed(0)
+    with_bias = LlamaMLP(LlamaConfig(hidden_size=WIDTH, num_attention_heads=2, intermediate_size=INNER, mlp_bias=True))
+    expected = copy.deepcopy(with_bias)
+    write_out_backward(with_bias)
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(with_bias(x), expected(x))
+    adapted = feed_forward()
+    write_out_backward(adapted)
+    adapted.up_proj = nn.Sequential(adapted.up_proj, nn.Tanh())  # as an adapter does: another module in its place
+    assert not torch.allclose(adapted(x), gated_feed_forward(x, *(p for p in adapted.parameters())))
+
+
+def test_another_dtype_takes_the_layers_own_path() -> None:
+    torch.manual_seed(0)
+    theirs = norm().to(torch.bfloat16)
+    ours = copy.deepcopy(theirs)
+    write_out_backward(ours)
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    assert torch.equal(ours(x), theirs(x))
