@@ -35,6 +35,7 @@ from evergrad.loop._session import Session
 from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig
 from evergrad.loop.controller import _announcement, _finished
+from evergrad.loop.offline import TrainConfig
 from evergrad.loop.placement import LocalPlacement, WorkerDied
 from evergrad.registry import Registry, base_model
 from evergrad.training import TrainerConfig
@@ -67,6 +68,16 @@ def test_a_run_goes_on_whatever_its_keys_are(tmp_path: Path, name: str) -> None:
     for _ in range(2):
         RunFolder(tmp_path, odd).close()
     assert load_config(RunConfig, tmp_path / "config.toml") == odd
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES[0].parent.rglob("*.toml")), ids=lambda path: path.name)
+def test_a_resolved_configuration_is_one_that_loads(tmp_path: Path, path: Path) -> None:
+    """With every default written out: a rule against settings that nobody made must not mistake them for such."""
+    schema = TrainConfig if path.parent.name == "train" else RunConfig
+    config = load_config(schema, path)
+    resolved = tmp_path / "config.toml"
+    resolved.write_text(to_toml(config.model_dump(mode="json", exclude_none=True)))
+    assert load_config(schema, resolved) == config
 
 
 def test_what_toml_cannot_hold_leaves_no_configuration_behind(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class RLConfig(Config):
     def _sound(self) -> RLConfig:
         if self.advantage not in ESTIMATORS:
             raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
-        if "gae" in self.model_fields_set and not ESTIMATORS[self.advantage].needs_critic:
+        if self.gae != GaeConfig() and not ESTIMATORS[self.advantage].needs_critic:
             raise ValueError(f"advantage '{self.advantage}' does not read gae; set advantage = 'generalized', or leave gae out")
         if self.advantage == "constant":
             raise ValueError("advantage 'constant' ignores the reward, so RL would learn nothing; set advantage = 'group_mean'")

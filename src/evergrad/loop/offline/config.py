@@ -108,7 +108,7 @@ class TrainConfig(Config):
         if self.method not in METHODS:
             raise ValueError(f"unknown method '{self.method}': {nearest(self.method, METHODS)} ({_ELSEWHERE})")
         self.loss()
-        if "keep_best" in self.checkpoint.model_fields_set and self.checkpoint.keep_best and not self.measured:
+        if self.checkpoint.keep_best > CheckpointConfig().keep_best and not self.measured:
             raise ValueError("checkpoint.keep_best ranks by held-out loss: set data.heldout or data.heldout_file")
         return self
 
