@@ -1,6 +1,6 @@
 """A shop's support desk: look the order up, then refund, cancel or decline by what the lookup says.
 
-Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``50F``, ``f50``, ``F-50``, ``f 50``),
+Easy tasks name the order as the shop writes it (``F50``); hard ones in a wrong form (``f50``, ``F-50``, ``f 50``, ``f-50``),
 which the lookup refuses with the right one, so that the agent has to recover. Answers are facts that only the tools know, and
 the shop's final state must be exactly what the case calls for. Under contract ``v2`` the same shop has other tool and argument
 names, and every change needs an authorization, the code that comes with the lookup.
@@ -27,10 +27,10 @@ SHARES: Mapping[str, Mapping[Case, float]] = {
 """How often each case comes up. Who only asks where an order is has mostly copied its number; who wants money back has not."""
 
 WRONG_FORMS: tuple[Callable[[str, str], str], ...] = (
-    lambda letter, digits: f"{digits}{letter}",
     lambda letter, digits: f"{letter.lower()}{digits}",
     lambda letter, digits: f"{letter}-{digits}",
     lambda letter, digits: f"{letter.lower()} {digits}",
+    lambda letter, digits: f"{letter.lower()}-{digits}",
 )
 """How customers write an order id whose letter and digits are given."""
 
@@ -39,7 +39,7 @@ _MONTHS = (
     *("July", "August", "September", "October", "November", "December"),
 )
 _ORDER_IDS = tuple(f"{letter}{number}" for letter in ascii_uppercase for number in range(10, 100))
-_LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})|([0-9]{2})([A-Za-z])")
+_LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})")
 _REQUESTS: Mapping[bool, str] = {True: "Where is order {id}?", False: "Please refund order {id}."}
 
 
@@ -145,7 +145,7 @@ class SupportDesk(Environment):
         loose = _LOOSE_ID.fullmatch(order_id)
         if loose is None:
             return None
-        known = ((loose[1] or loose[4]) + (loose[2] or loose[3])).upper()
+        known = (loose[1] + loose[2]).upper()
         return known if known in self.facts["orders"] else None
 
     def _change(self, kind: str, order_id: str, *amount: int, code: str | None = None) -> str:
