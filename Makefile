@@ -53,7 +53,7 @@ demo-control: $(READY)  ## The demo's first half with more easy demonstrations i
 	$(EVERGRAD) run examples/demo_control.toml --run-dir $(RUNS)/demo-control
 
 test: $(READY)  ## Run the tests (minutes on two cores)
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## Run the tests that take minutes each: every process killed at every stage
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

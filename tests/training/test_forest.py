@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.training import attention
-from evergrad.training.forest import Forest, TrainedTokens, deal, grow, plant
+from evergrad.training.forest import Forest, Together, TrainedTokens, deal, grow, plant
 from evergrad.types import TrainingSample
 from tests.training.conftest import make_sample
 
@@ -136,16 +136,16 @@ def test_the_cut_does_not_depend_on_the_order_of_samples(order: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(trained(), st.integers(1, 30), st.integers(1, 4), st.booleans())
+@given(trained(), st.integers(1, 30), st.integers(1, 4), st.sampled_from([None, "group"]))
 def test_samples_are_dealt_once_evenly_and_in_as_few_turns_as_one_would_take(
-    items: list[TrainedTokens], size: int, count: int, keep_groups: bool
+    items: list[TrainedTokens], size: int, count: int, keep: Together | None
 ) -> None:
     items = [
         dataclasses.replace(item, sample=dataclasses.replace(item.sample, group_id=f"g{number // 2}"))
         for number, item in enumerate(items)
     ]
-    alone = plant(items, size, keep_groups=keep_groups)
-    shares = deal(items, size, count, keep_groups=keep_groups)
+    alone = plant(items, size, keep=keep)
+    shares = deal(items, size, count, keep=keep)
     assert len(shares) == count
     dealt = [item for share in shares for part in share for item in part]
     assert sorted(map(id, dealt)) == sorted(map(id, items))
@@ -154,12 +154,12 @@ def test_samples_are_dealt_once_evenly_and_in_as_few_turns_as_one_would_take(
     assert max(turns) - min(turns) <= 1
     assert max(turns) <= -(-len(alone) // count)
     groups = [{item.sample.group_id for item in part} for share in shares for part in share]
-    if keep_groups:
+    if keep:
         assert sum(map(len, groups)) == len(set().union(*groups))
     for share in shares:
         for part in share:
             forest = grow(part)
-            whole = {item.sample.group_id for item in part} if keep_groups else {id(item) for item in part}
+            whole = {item.sample.group_id for item in part} if keep else {id(item) for item in part}
             assert forest.num_nodes <= size or len(whole) == 1
 
 
