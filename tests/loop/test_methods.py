@@ -86,7 +86,7 @@ def test_a_student_learns_from_itself_with_the_answer_at_hand(
 ) -> None:
     (tmp_path / "hinted.py").write_text(LETTERS.read_text() + HINTS)
     text = tiny_config.read_text().replace("lr = 1e-3\n", DISTILLATION.replace('{ model = "TEACHER" }', teacher))
-    text = text.replace(str(LETTERS), "hinted.py").replace("steps = 3", "steps = 2")
+    text = text.replace(str(LETTERS), "hinted.py").replace("steps = 3", "steps = 2").replace("= 96", "= 16")
     tiny_config.write_text(text if "version" in teacher else text.replace('"full"', '"lora"'))
     finish(start("run", str(tiny_config), "--run-dir", str(tmp_path / "run")))
     learned = learned_steps(tmp_path / "run")

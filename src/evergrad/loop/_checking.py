@@ -82,6 +82,7 @@ def _check_teachers(config: RunConfig, student: Path) -> None:
                 where=config.environment.name,
                 hint="define hint(self) in it, which returns what a teacher is told, or set rl.distill.hint = false",
             )
+        taskset.hint(taskset.tasks("train", 1, config.seed)[0])
 
 
 def _check_prices(config: RunConfig) -> None:
