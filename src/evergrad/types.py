@@ -271,11 +271,13 @@ class RolloutGroup:
 
     group_id: str
     rollouts: tuple[Rollout, ...]
+    teacher_prompts: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """By the ids of a prompt, those of the prompt that a teacher reads in its place; empty when it reads the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One token sequence to learn from; all tuples have the same length.
+    """One token sequence to learn from; all tuples but ``teacher_token_ids`` have the same length.
 
     Only positions with ``loss_mask`` 1 are trained; there, ``logprobs`` and ``advantages`` hold the behaviour log-probability
     and the advantage, elsewhere 0.0. For supervised samples ``advantages`` are the tokens' weights, 1.0 as a rule; of a
@@ -308,6 +310,9 @@ class TrainingSample:
     """What the critic expected before each token, before the first update on this batch."""
     returns: tuple[float, ...] | None = None
     """What it should have expected; the critic's targets."""
+    teacher_token_ids: tuple[int, ...] | None = None
+    """The same tokens after the prompt that a teacher reads, when that is another; of another length, with the same end. There
+    until the teacher has read them."""
 
 
 @dataclass(frozen=True, slots=True)

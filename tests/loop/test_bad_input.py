@@ -16,9 +16,11 @@ from evergrad.loop._checking import check_folder, find_environment
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop.config import RunConfig
 from evergrad.loop.controller import run_loop
-from evergrad.registry import Registry, base_model
+from evergrad.registry import Registry, base_model, make_tiny
 from evergrad.types import EvergradError, ModelVersion
 from tests.loop.conftest import LETTERS, Start, half_written
+
+DISTILL = 'advantage = "constant"\nloss = { name = "reverse_kl" }\ndistill = '
 
 
 def refused(process: subprocess.Popen[str], *words: str) -> None:
@@ -47,7 +49,21 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("threads = 1", 'threads = 1\nmode = "disaggregated"', ["max_off_policy_steps must be >= 1"]),
         ("lr = 1e-3", 'lr = 1e-3\nmax_off_policy_steps = 2\nloss = { name = "cross_entropy" }', ["does not correct"]),
         ("lr = 1e-3", 'lr = 1e-3\nloss = { name = "dpo" }', ["preference pairs", "policy_gradient"]),
-        ("lr = 1e-3", 'lr = 1e-3\nloss = { name = "reverse_kl" }', ["teacher"]),
+        ("lr = 1e-3", 'lr = 1e-3\nloss = { name = "reverse_kl" }', ["learns from a teacher", "rl.distill", "policy_gradient"]),
+        ("lr = 1e-3", f"lr = 1e-3\n{DISTILL}{{ }}", ["the student itself", "hint = true"]),
+        ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "tiny", version = "t-c1-sft" }}', ["one teacher", "not both"]),
+        ("lr = 1e-3", f"lr = 1e-3\n{DISTILL}{{ hint = true }}", ["keeps no frozen reference", "t-c1-sft"]),
+        ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ version = "t-c1-sfd" }}', ["t-c1-sfd", "did you mean 't-c1-sft'"]),
+        ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ version = "t-c1-sft" }}', ["its own teacher", "hint = true"]),
+        ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "tiny", hint = true }}', ["letters", "gives no hints", "hint(self)"]),
+        ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "tinny" }}', ["tinny", "did you mean 'tiny'"]),
+        ("lr = 1e-3", f'lr = 1e-3\noverlong = {{ longest = 4, margin = 3 }}\n{DISTILL}{{ model = "tiny" }}', ["overlong out"]),
+        ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"\ndistill = { model = "tiny" }', ["asks no teacher", "reverse_kl"]),
+        (
+            "lr = 1e-3",
+            'lr = 1e-3\nloss = { name = "reverse_kl" }\ndistill = { model = "tiny" }',
+            ["takes the place of rewards", "advantage = 'constant'"],
+        ),
         ("lr = 1e-3", "lr = 1e-3\nloss = { options = { kl_coef = 0.1 } }", ["frozen reference", "method = 'lora'"]),
         ("lr = 1e-3", 'lr = 1e-3\nupdates = { epochs = 2 }\nloss = { name = "cross_entropy" }', ["takes no ratio", "ppo"]),
         ("lr = 1e-3", "lr = 1e-3\nupdates = { mini_batches = 5 }", ["updates.mini_batches = 5", "groups_per_step"]),
@@ -93,6 +109,15 @@ def test_bad_configuration(tiny_config: Path, before: str, after: str, words: li
     for word in words:
         assert word in str(refusal.value)
     assert not run.exists(), list(run.rglob("*"))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_by_name(tiny_config: Path, tmp_path: Path) -> None:
+    teacher = make_tiny(tmp_path / "teacher", vocab_size=500)
+    tiny_config.write_text(tiny_config.read_text().replace("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "{teacher}" }}'))
+    run = tmp_path / "run"
+    with pytest.raises(EvergradError, match=rf"another tokenizer: token 500 is '.+' for the student, None for it.*{teacher}"):
+        run_loop(tiny_config, [], run)
+    assert not run.exists()
 
 
 def test_an_environment_may_lie_beside_its_configuration(

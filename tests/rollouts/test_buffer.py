@@ -207,6 +207,16 @@ async def test_compared_with_the_batch_a_group_of_equal_rewards_says_something()
         await buffer.acquire()
 
 
+async def test_where_rewards_play_no_part_equal_ones_stop_nothing() -> None:
+    buffer = Buffer(groups_per_batch=1, max_off_policy_steps=0, estimator="constant", flat_batches_allowed=0)
+    for version in range(3):
+        await buffer.put(await take_ticket(buffer), group(f"g{version}", [0.0, 0.0], version))
+        batch = await buffer.take_batch()
+        assert batch.metrics["informative_groups"] == 1
+        assert batch.num_valid_tokens == 4
+        await buffer.advance(version + 1)
+
+
 async def test_too_many_faults_stop_the_run_with_counts_per_cause() -> None:
     buffer = Buffer(max_off_policy_steps=0, groups_per_batch=4, fault_limit=0.4, fault_window=16)
     for _ in range(2):

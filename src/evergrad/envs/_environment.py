@@ -182,6 +182,11 @@ class Environment:
         """The replies of a perfect agent, in order, or ``None`` where nobody knows them. Warm starts and checks use it."""
         return None
 
+    def hint(self) -> str | None:
+        """What a teacher is told beyond the prompt, such as the answer or a way to it, or ``None``; the policy never reads it.
+        Asked of a fresh instance, before ``setup``."""
+        return None
+
     @classmethod
     def tools(cls, contract: str) -> tuple[BoundTool, ...]:
         """The tools of one contract version, in the order in which the class defines them."""

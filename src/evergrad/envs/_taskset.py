@@ -174,6 +174,23 @@ class Taskset:
             raise self._wrong("demonstrate", f"gave {texts!r}"[:200], expected)
         return texts or ()
 
+    @property
+    def has_hints(self) -> bool:
+        """Whether the environment defines ``hint``."""
+        return self.environment_class.hint is not Environment.hint
+
+    def hint(self, task: Task) -> str:
+        """What a teacher is told of ``task`` beyond its prompt; empty where there is nothing.
+
+        Raises:
+            EnvError: ``hint`` raised, or gave something else than a text.
+        """
+        expected = "return what a teacher is told beyond the prompt as a text, or None"
+        text = self._ask("hint", self.open(task).hint, expected)
+        if text is not None and not isinstance(text, str):
+            raise self._wrong("hint", f"gave {text!r}"[:200], expected)
+        return (text or "").strip()
+
 
 def split_of(name: str, row: TaskRow) -> str:
     """Which split owns a row. Its tools do not count, so a scenario stays in its split when the contract changes.

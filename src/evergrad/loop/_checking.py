@@ -13,6 +13,7 @@ from evergrad.ledger import CPU_RESOURCE, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import BASE_TRIES
+from evergrad.loop._teaching import require_same_tokens
 from evergrad.loop.certificate import signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry, base_model
@@ -40,7 +41,7 @@ def find_environment(config: RunConfig, config_path: Path) -> RunConfig:
 
 
 def check_inputs(config: RunConfig, console: LoopConsole) -> None:
-    """Prices, signing key, sinks, cores, the environment and its tasks under each setting, the gate's guards, the model.
+    """Prices, signing key, sinks, cores, the environment, its tasks under each setting, the gate's guards, model, teachers.
 
     Raises:
         InputError: one of them cannot be as configured.
@@ -62,7 +63,26 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
             raise InputError(f"gate.guards names '{guard}', which this run never measures", hint=nearest(guard, suites))
     _check_tasks(config, deployed)
     _check_lengths(config, deployed)
-    base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
+    student = base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
+    _check_teachers(config, student)
+
+
+def _check_teachers(config: RunConfig, student: Path) -> None:
+    """Teachers read the student's tokens, and hints where they are to have any."""
+    for recipe in (config.learn, config.adapt or config.learn):
+        distill = recipe.rl.distill
+        if distill is None or not recipe.rl.steps:
+            continue
+        if distill.model is not None:
+            require_same_tokens(student, base_model(distill.model))
+        taskset = Taskset(config.environment.name, config.environment.settings)
+        if distill.hint and not taskset.has_hints:
+            raise InputError(
+                f"rl.distill.hint = true, but environment '{taskset.name}' gives no hints",
+                where=config.environment.name,
+                hint="define hint(self) in it, which returns what a teacher is told, or set rl.distill.hint = false",
+            )
+        taskset.hint(taskset.tasks("train", 1, config.seed)[0])
 
 
 def _check_prices(config: RunConfig) -> None:

@@ -2,9 +2,9 @@
 
 LEARN is two loops around the buffer::
 
-    _roll  ── acquire ─▶ groups of rollouts ─▶ put ──▶ Buffer ──▶ take_batch ─▶ step ─▶ publish ─▶ advance ── learn
-      ▲                                                                                              │
-      └──────────────────────────────── policy_version, free slots ◀─────────────────────────────────┘
+    _roll  ── acquire ─▶ groups of rollouts ─▶ put ──▶ Buffer ──▶ take_batch ─▶ (teach) ─▶ step ─▶ publish ─▶ advance ── learn
+      ▲                                                                                                          │
+      └────────────────────────────────────── policy_version, free slots ◀───────────────────────────────────────┘
 
     _roll   consumes tasks in a fixed order;   waits for slots;          unblocked by ``advance``.
     learn   consumes whole batches;            waits for ``take_batch``; unblocked by ``put``.
@@ -37,6 +37,7 @@ from evergrad.rollouts import (
     demonstrate,
     derive_seed,
     run_group,
+    with_hint,
 )
 from evergrad.training import LossConfig
 from evergrad.types import EvergradError, Sampling, Task, TrainingBatch, TrainingSample
@@ -91,6 +92,7 @@ async def learn(session: Session) -> Stage:
         return Stage.WATCH if served and served.version_id == session.version_id("sft") else Stage.MEASURE
     if state.step == 0:
         await session.reset_trainer(session.version_id("sft"))
+    await session.start_teacher()
     buffer = Buffer(
         max_off_policy_steps=rl.max_off_policy_steps,
         groups_per_batch=rl.groups_per_step,
@@ -125,6 +127,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
     rolled = time.monotonic()
     if ESTIMATORS[rl.advantage].needs_critic:
         batch = await session.appraise(batch)
+    batch = await session.teach(batch)
     metrics = await session.train(batch, rl.loss, rl.lr_at(state.step), rl.updates)
     trained = time.monotonic()
     receipt = await session.publish()
@@ -255,6 +258,8 @@ async def _run_one(
         )
         for rollout in group.rollouts:
             session.writer.write(session.state.rl_step, rollout)
+        if rl.distill is not None and rl.distill.hint:
+            group = with_hint(group, session.taskset(settings).hint(task), session.renderer)
         await buffer.put(ticket, group)
     finally:
         await buffer.release(ticket)

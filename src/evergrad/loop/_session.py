@@ -28,6 +28,7 @@ from evergrad.loop._folder import LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._serving import PRODUCTION, Serving
+from evergrad.loop._teaching import Teachers
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
@@ -61,6 +62,7 @@ class Session:
         self.engines: RolloutEngines
         self.renderer: Renderer
         self.serving: Serving
+        self.teachers: Teachers
         self._sinks: SinkFan | None = None
 
     async def __aenter__(self) -> Session:
@@ -220,6 +222,19 @@ class Session:
         samples = (replace(each, proximal_logprobs=row) for each, row in zip(batch.samples, logprobs, strict=True))
         return replace(batch, samples=tuple(samples))
 
+    async def start_teacher(self) -> None:
+        """Starts what this stage learns from, if it has a teacher that is not there yet."""
+        if self.recipe.rl.distill is not None:
+            with self.clock.phase("setup"):
+                await self.teachers.start(self.recipe.rl.distill)
+
+    async def teach(self, batch: TrainingBatch) -> TrainingBatch:
+        """The batch with the log-probabilities of the stage's teacher, if it has one."""
+        if self.recipe.rl.distill is None:
+            return batch
+        with self.clock.phase("train"):
+            return await self.teachers.teach(batch, self.recipe.rl.distill)
+
     async def reset_trainer(self, version_id: str | None) -> None:
         """Starts the trainer from a version (or the base model) with a fresh optimizer."""
         uri = None if version_id is None else str(self.folder.path / self.registry.get(version_id).weights_uri)
@@ -353,6 +368,9 @@ class Session:
         self.renderer = Renderer(AutoTokenizer.from_pretrained(model))
         self.serving = await self._exit.enter_async_context(
             Serving(self.placement, engine_config, self.registry, self.folder.path)
+        )
+        self.teachers = await self._exit.enter_async_context(
+            Teachers(self.placement, trainer_config, self.trainer, self.registry, self.folder.path)
         )
 
     def _engine_is_replaceable(self) -> bool:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
+from evergrad.loop.distill import DistillConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
 from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig, require_ranks
 from evergrad.training.sinks import SinkConfig
@@ -89,6 +90,8 @@ class RLConfig(Config):
     overlong: OverlongConfig | None = None
     """What long rollouts pay; nothing when absent."""
     loss: LossConfig = Field(default_factory=lambda: LossConfig(name="policy_gradient"))
+    distill: DistillConfig | None = None
+    """The teacher, for loss ``reverse_kl`` with advantage ``constant``; none when absent."""
     updates: UpdatesConfig = Field(default_factory=UpdatesConfig)
     max_off_policy_steps: int = Field(0, ge=0)
     """How many steps old a trained token may be. 0 is synchronous, and repeats bit for bit."""
@@ -134,7 +137,7 @@ class RLConfig(Config):
             raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
         if self.gae != GaeConfig() and not ESTIMATORS[self.advantage].needs_critic:
             raise ValueError(f"advantage '{self.advantage}' does not read gae; set advantage = 'generalized', or leave gae out")
-        if self.advantage == "constant":
+        if self.advantage == "constant" and self.distill is None:
             raise ValueError("advantage 'constant' ignores the reward, so RL would learn nothing; set advantage = 'group_mean'")
         estimator = ESTIMATORS[self.advantage]
         if self.group_size < estimator.least_group:
@@ -152,11 +155,10 @@ class RLConfig(Config):
                 "set replace_groups = 0, or advantage = 'group_mean'"
             )
         rule = self.loss.build()
-        if rule.unit == "pair" or rule.teacher:
-            needs = "preference pairs" if rule.unit == "pair" else "a teacher's log-probabilities"
-            instead = ", or 'evergrad train' with a file of pairs" if rule.unit == "pair" else ""
+        if rule.unit == "pair":
             raise ValueError(
-                f"loss '{self.loss.name}' needs {needs}, which rollouts do not have; use 'policy_gradient'{instead}"
+                f"loss '{self.loss.name}' needs preference pairs, which rollouts do not have; use 'policy_gradient', or "
+                "'evergrad train' with a file of pairs"
             )
         if self.max_off_policy_steps > 0 and not rule.corrects_staleness:
             raise ValueError(
@@ -173,6 +175,29 @@ class RLConfig(Config):
                 f"updates.mini_batches = {self.updates.mini_batches} cannot be dealt from {self.groups_per_step} groups; "
                 f"set it to {self.groups_per_step} at most, or raise groups_per_step"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sound_teacher(self) -> RLConfig:
+        learns = self.loss.build().teacher
+        if learns and self.distill is None:
+            raise ValueError(
+                f"loss '{self.loss.name}' learns from a teacher, and there is none; name one in rl.distill, or use "
+                "loss.name = 'policy_gradient'"
+            )
+        if self.distill is None:
+            return self
+        if not learns:
+            raise ValueError(
+                f"loss '{self.loss.name}' asks no teacher; set loss = {{ name = 'reverse_kl' }}, or leave distill out"
+            )
+        if self.advantage != "constant":
+            raise ValueError(
+                f"a teacher takes the place of rewards, so advantage '{self.advantage}' would not be read; set "
+                "advantage = 'constant'"
+            )
+        if self.overlong is not None:
+            raise ValueError("a teacher takes the place of rewards, so nobody would pay for length; leave overlong out")
         return self
 
 
@@ -313,7 +338,9 @@ class RunConfig(Config):
             raise ValueError(
                 "placement.mode = 'disaggregated' overlaps rollouts with training, so rl.max_off_policy_steps must be >= 1"
             )
-        if self.trainer.method == "full" and any(r.rl.loss.build().needs_reference and r.rl.steps for r in recipes):
+        if self.trainer.method == "full" and any(
+            r.rl.loss.build().needs_reference and r.rl.distill is None and r.rl.steps for r in recipes
+        ):
             raise ValueError(
                 "full fine-tuning keeps no frozen reference for the loss's kl_coef; set trainer.method = 'lora' or kl_coef = 0"
             )
@@ -335,6 +362,31 @@ class RunConfig(Config):
             )
         if self.traffic.changes and not self.watch.requests:
             raise ValueError("traffic.changes happen while traffic is watched: set watch.requests >= 1, or remove the changes")
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_are_there(self) -> RunConfig:
+        for recipe, first in ((self.learn, True), (self.adapt, False)):
+            distill = None if recipe is None or not recipe.rl.steps else recipe.rl.distill
+            if distill is None:
+                continue
+            start = f"{self.name}-c1-sft"
+            if distill.frozen and self.trainer.method == "full":
+                raise ValueError(
+                    "full fine-tuning keeps no frozen reference that could teach; set trainer.method = 'lora', or "
+                    f"rl.distill.version = '{start}'"
+                )
+            known = [start, f"{self.name}-c1-rl"] if not first and self.learn.rl.steps else [start]
+            if distill.version is not None and distill.version not in known:
+                raise ValueError(
+                    f"rl.distill.version = '{distill.version}' is not there when the stage begins: "
+                    f"{nearest(distill.version, known)}"
+                )
+            if first and distill.version is not None and not distill.hint:
+                raise ValueError(
+                    f"the first cycle learns from '{distill.version}' on, so that it would be its own teacher, with nothing to "
+                    "teach; set rl.distill.hint = true, or name a model"
+                )
         return self
 
     def recipe(self, cycle: int) -> RecipeConfig:

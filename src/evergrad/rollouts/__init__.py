@@ -19,6 +19,7 @@ from evergrad.rollouts._run import (
 )
 from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_samples
 from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
+from evergrad.rollouts._teaching import for_teacher, taught, with_hint
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
 from evergrad.rollouts.advantages import ESTIMATORS, Estimator, GaeConfig, OverlongConfig, estimate, generalized_advantages
 
@@ -48,6 +49,7 @@ __all__ = [
     "derive_seed",
     "estimate",
     "extends",
+    "for_teacher",
     "generalized_advantages",
     "greedy_rollout",
     "keep_filled",
@@ -58,4 +60,6 @@ __all__ = [
     "run_rollout",
     "scripted",
     "step_name",
+    "taught",
+    "with_hint",
 ]

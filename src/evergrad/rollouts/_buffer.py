@@ -290,7 +290,10 @@ class Buffer:
         return TrainingBatch(samples, valid, metrics)
 
     def _informative(self, taken: list[tuple[RolloutGroup, CutSamples]]) -> int:
-        """Groups that something can be learned from: they differ within, or what they are compared with outside differs."""
+        """Groups that something can be learned from: they differ within, or what they are compared with outside differs, or
+        rewards play no part."""
+        if not ESTIMATORS[self._estimator].reads_rewards:
+            return len(taken)
         if self._compares_within:
             return sum(any(any(sample.advantages) for sample in cut.samples) for _, cut in taken)
         return 0 if uniform([reward for group, _ in taken for reward in self._rewards(group)]) else len(taken)

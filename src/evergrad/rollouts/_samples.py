@@ -6,7 +6,7 @@ Each sampled token is in exactly one sample, in the context it was sampled in, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evergrad.rollouts._renderer import extends
@@ -50,13 +50,21 @@ def cut_samples(
     over_age = 0
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         made = []
-        for chain in _chains(rollout.turns):
+        for chain in chains(rollout.turns):
             sample, masked = _sample(rollout, chain, advantage, oldest_version)
             over_age += masked
             if sample is not None:
-                made.append(sample)
+                made.append(_with_teachers_prompt(sample, chain[0].prompt_token_ids, group.teacher_prompts))
         samples += _rewarded(made, advantage) if ESTIMATORS[estimator].needs_critic else made
     return CutSamples(tuple(samples), over_age)
+
+
+def _with_teachers_prompt(
+    sample: TrainingSample, prompt: tuple[int, ...], teacher_prompts: Mapping[tuple[int, ...], tuple[int, ...]]
+) -> TrainingSample:
+    if prompt not in teacher_prompts:
+        return sample
+    return replace(sample, teacher_token_ids=teacher_prompts[prompt] + sample.token_ids[len(prompt) :])
 
 
 def _rewarded(samples: Sequence[TrainingSample], reward: float) -> list[TrainingSample]:
@@ -112,7 +120,7 @@ def trainable(group: RolloutGroup) -> list[Rollout]:
     return [each for each in group.rollouts if each.outcome.trainable]
 
 
-def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
+def chains(turns: Sequence[Turn]) -> list[list[Turn]]:
     """Runs of turns in which each prompt extends the turn before."""
     chains: list[list[Turn]] = []
     for turn in turns:

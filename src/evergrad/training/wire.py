@@ -29,6 +29,7 @@ class SampleBody(Config):
     rewards: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
     returns: tuple[float, ...] | None = None
+    teacher_token_ids: tuple[int, ...] | None = None
 
     def noun(self) -> TrainingSample:
         return TrainingSample(**dict(self))

@@ -39,7 +39,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp": Estimator(reward_itself, of_batch=whitened, least_group=1),
     "reinforce_pp_baseline": Estimator(group_mean, of_batch=whitened),
     "generalized": Estimator(reward_itself, least_group=1, needs_critic=True),
-    "constant": Estimator(constant, least_group=1),
+    "constant": Estimator(constant, least_group=1, reads_rewards=False),
 }
 
 

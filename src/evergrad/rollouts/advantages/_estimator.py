@@ -22,3 +22,5 @@ class Estimator:
     rewards says something, too."""
     needs_critic: bool = False
     """Samples get their ``rewards`` token by token, for ``rollouts.appraise`` to compare with a critic's values."""
+    reads_rewards: bool = True
+    """Whether equal rewards leave nothing to learn from."""

@@ -1,4 +1,4 @@
-"""1 for every rollout: demonstrations are all worth following."""
+"""1 for every rollout: demonstrations are all worth following, and a teacher grades all tokens alike."""
 
 from __future__ import annotations
 
