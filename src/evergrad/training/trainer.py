@@ -142,7 +142,7 @@ class Trainer:
         Before the first of several updates the policy is scored once, if the loss takes its ratio to it and the samples bring
         no ``proximal_logprobs``.
 
-        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated`` and ``skipped_nonfinite``,
+        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated``, ``skipped_nonfinite`` and ``critic_skipped``,
         the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite
         is not applied, and counted in ``skipped_nonfinite``.
 
@@ -327,8 +327,8 @@ class Trainer:
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """Clips the gradient, applies it, and forgets it; the critic's too, where samples had ``returns``.
 
-        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved), ``skipped_nonfinite``, and the
-        critic's (see ``Critic.optim_step``).
+        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved), ``skipped_nonfinite`` (1 when
+        they did not for that reason), and the critic's, whose update is skipped for itself (see ``Critic.optim_step``).
         Without any gradient, or with one that is not finite, weights and optimizer state stay as they are.
         """
         settings = self.config.optimizer
@@ -349,7 +349,7 @@ class Trainer:
             "grad_norm": norm,
             "lr": rate,
             "updated": float(bool(grads) and finite),
-            "skipped_nonfinite": float(not finite or critic.get("critic_skipped", 0.0) > 0),
+            "skipped_nonfinite": float(not finite),
             **critic,
         }
 
