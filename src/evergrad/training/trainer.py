@@ -142,9 +142,9 @@ class Trainer:
         Before the first of several updates the policy is scored once, if the loss takes its ratio to it and the samples bring
         no ``proximal_logprobs``.
 
-        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated``, ``skipped_nonfinite`` and ``critic_skipped``,
-        the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite
-        is not applied, and counted in ``skipped_nonfinite``.
+        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated``, ``skipped_nonfinite`` and
+        ``critic_skipped``, the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or
+        gradient is not finite is not applied, and counted in ``skipped_nonfinite``.
 
         Raises:
             TrainerError: the batch cannot be trained on (see :meth:`forward_backward`), or not be cut into mini-batches;
