@@ -74,24 +74,24 @@ format: $(READY)  ## Let ruff fix and format what it can
 	$(BIN)/ruff format .
 
 bench-engine: $(READY)  ## Our engine against transformers.generate; one line of JSON
-	$(BIN)/python benchmarks/bench_engine.py
+	$(BIN)/python -m benchmarks.bench_engine
 
 bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 sessions; one line of JSON
-	$(BIN)/python benchmarks/bench_rollouts.py
+	$(BIN)/python -m benchmarks.bench_rollouts
 
 bench-gate: $(READY)  ## The gate's promises over long series, by simulation; one line of JSON
-	$(BIN)/python benchmarks/bench_gate.py
+	$(BIN)/python -m benchmarks.bench_gate
 
-bench-router: $(READY)  ## Our router against three other rules, 64 simulated replicas, 10,000 sessions; one line of JSON
+bench-router: $(READY)  ## Our router against three other rules, 16 simulated replicas, 2,000 sessions; one line of JSON
 	$(BIN)/python -m benchmarks.bench_router
 
 bench-train: $(READY)  ## Our optimizer step against TRL's on the same batch (installs the extra trl first); one line of JSON
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
-	$(BIN)/python benchmarks/bench_train.py
+	$(BIN)/python -m benchmarks.bench_train
 
 bench-learn: $(READY)  ## Time to the same success, ours against TRL's (installs the extra trl first); one line of JSON
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
-	$(BIN)/python benchmarks/bench_learn.py
+	$(BIN)/python -m benchmarks.bench_learn
 
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py

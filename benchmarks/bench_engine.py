@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
+from benchmarks import record
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, set_seed
 
 from evergrad.inference import EngineConfig

@@ -12,15 +12,12 @@ The last line is one JSON object; the first three figures are those of the gate'
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import time
 from functools import cache
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from bench_rollouts import commit, machine
+from benchmarks import record
 
 from evergrad.evals import (
     GateConfig,
@@ -115,7 +112,6 @@ def counted(wins: int, losses: int, n: int) -> PairedDifference:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The gate's promises, by simulation.")
     parser.add_argument("--repeats", type=int, default=400, help="series per rule")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     config = GateConfig()
     rules = {rule: series(rule, arguments.repeats, config.alpha) for rule in get_args(Rule)}
@@ -123,7 +119,7 @@ def main() -> None:
     for rule, found in rules.items():
         print(f"{rule:15} FDR {found['fdr']:.3f} ± {found['fdr_se']:.3f}   power {found['power']:.2f}")
     result = {
-        "bench": "gate",
+        "benchmark": "gate",
         "rule": config.series,
         "fdr": rules[config.series]["fdr"],
         "power": rules[config.series]["power"],
@@ -132,14 +128,8 @@ def main() -> None:
         "crossing": crossing,
         "points_lost": {"to_previous_champion": creep(False, arguments.repeats), "to_anchor": creep(True, arguments.repeats)},
         "repeats": arguments.repeats,
-        "machine": machine(),
-        "commit": commit(),
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with (arguments.out / "gate.jsonl").open("a", encoding="utf-8") as results:
-        results.write(json.dumps(result) + "\n")
-    print(json.dumps(result))
+    record.keep(result, threads=1)
 
 
 if __name__ == "__main__":

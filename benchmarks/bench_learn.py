@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
+from benchmarks import record
 from transformers import AutoTokenizer
 
 from evergrad.envs import Taskset

@@ -4,21 +4,19 @@ Each session plays a whole support-desk task from its demonstration: render, gen
 extend, score. The engine's answers are encoded beforehand, so that the time measured is the rollouts' own. Two waits are
 compared: none at all, and a fixed delay per turn that stands for a slow engine, in which thousands of sessions only wait.
 
-Run: ``python benchmarks/bench_rollouts.py [--sessions 2000] [--model FOLDER] [--out FOLDER]``. The last line is JSON.
+Run: ``python -m benchmarks.bench_rollouts [--sessions 2000] [--model FOLDER]``. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import resource
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks import record
 
 from evergrad.envs import Taskset
 from evergrad.rollouts import Renderer, run_group
@@ -107,25 +105,12 @@ def load_tokenizer(model: str | None) -> Any:
     return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
 
 
-def machine() -> str:
-    """Processor and core count, so that a figure can be compared."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
-def commit() -> str:
-    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Overhead of rollouts per turn.")
     parser.add_argument("--sessions", type=int, default=2_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--delay-s", type=float, default=1.0, help="the slow engine's time per turn")
     parser.add_argument("--model", help="folder of a model, for its tokenizer")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     taskset, renderer = Taskset("support_desk"), Renderer(load_tokenizer(arguments.model))
     slow = asyncio.run(measure(taskset, renderer, arguments.sessions, arguments.delay_s))
@@ -133,7 +118,7 @@ def main() -> None:
     best = min(runs, key=lambda run: run["cpu"] / run["turns"])
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     result = {
-        "bench": "rollouts",
+        "benchmark": "rollouts",
         "overhead_us_per_turn": round(1e6 * best["cpu"] / best["turns"], 1),
         "sessions": arguments.sessions,
         "turns": int(best["turns"]),
@@ -142,14 +127,8 @@ def main() -> None:
         "waiting_cpu_us_per_turn": round(1e6 * slow["cpu"] / slow["turns"], 1),
         "peak_rss_mb": round(peak_mb, 1),
         "sessions_rss_mb": round(slow["sessions_mb"], 1),
-        "machine": machine(),
-        "commit": commit(),
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with (arguments.out / "rollouts.jsonl").open("a", encoding="utf-8") as results:
-        results.write(json.dumps(result) + "\n")
-    print(json.dumps(result))
+    record.keep(result, threads=1)
 
 
 if __name__ == "__main__":

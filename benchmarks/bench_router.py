@@ -1,29 +1,27 @@
 """The router against round-robin, least-loaded and session-hash, on an agent's load over simulated engines.
 
-10,000 sessions in groups of eight share a task's prompt, take 1 to 12 turns, and wait between turns for tools whose times have
+Sessions in groups of eight share a task's prompt, take 1 to 12 turns, and wait between turns for tools whose times have
 a heavy tail. A fixed number of groups is under way at a time, as in a run. All rules work in the same router, with its queues,
 limits and retries: what differs is the choice of the replica alone. Time is virtual; the engines' speeds are those of
 ``EngineSpeed``.
 
-Run: ``python -m benchmarks.bench_router [--sessions 10000] [--replicas 64] [--out FOLDER]``. The last line is JSON.
+Run: ``python -m benchmarks.bench_router [--sessions 2000] [--replicas 16] [--groups-under-way 128]``. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.bench_rollouts import commit, machine
+from benchmarks import record
 from benchmarks.simulated_engines import VOCABULARY, SimulatedEngine, run_virtually
 
 from evergrad.inference import Router
@@ -182,11 +180,10 @@ def best_or_equal(figures: dict[str, dict[str, float]]) -> dict[str, bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Routing rules on an agent's load.")
-    parser.add_argument("--sessions", type=int, default=10_000)
-    parser.add_argument("--replicas", type=int, default=64)
-    parser.add_argument("--groups-under-way", type=int, default=512)
+    parser.add_argument("--sessions", type=int, default=2_000)
+    parser.add_argument("--replicas", type=int, default=16)
+    parser.add_argument("--groups-under-way", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     load = (arguments.sessions, arguments.replicas, arguments.groups_under_way, arguments.seed)
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -196,7 +193,7 @@ def main() -> None:
         print(f"{name:>13}: {each}")
     better = best_or_equal(figures)
     result: dict[str, Any] = {
-        "bench": "router",
+        "benchmark": "router",
         "best_or_equal": all(better.values()),
         "by_measure": better,
         "figures": figures,
@@ -204,14 +201,8 @@ def main() -> None:
         "replicas": arguments.replicas,
         "groups_under_way": arguments.groups_under_way,
         "seed": arguments.seed,
-        "machine": machine(),
-        "commit": commit(),
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    name = f"router-{arguments.replicas}x{arguments.sessions}-seed-{arguments.seed}.json"
-    (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    record.keep(result, threads=1)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
-from trl_trainer import DEFAULT, Clock, Cut, given_batch
+from benchmarks import record
+from benchmarks.trl_trainer import DEFAULT, Clock, Cut, given_batch
 
 from evergrad.training import LossConfig, TrainerConfig
 from evergrad.training.config import OptimizerConfig

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -33,6 +31,8 @@ def keep(result: dict[str, Any], threads: int) -> None:
 
 def machine() -> dict[str, Any]:
     """What a figure has to be compared with."""
+    import torch  # late, as some benchmarks measure their own memory
+
     cpu = ""
     info = Path("/proc/cpuinfo")
     if info.is_file():

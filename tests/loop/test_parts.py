@@ -458,12 +458,30 @@ def test_steps_without_a_finite_gradient_are_told_and_then_end_the_run() -> None
     state = LoopState(stage=Stage.LEARN)
     session: Any = SimpleNamespace(state=state, event=told.append)
     for skipped in (0.0, 1.0, 1.0, 0.0, 1.0, *[1.0] * (NONFINITE_STEPS - 2)):
-        state.steps.append({"skipped_nonfinite": skipped})
+        state.steps.append({"skipped_nonfinite": skipped, "updated": 1.0 - skipped})
         _require_finite(session)
     assert len(told) == 2, "one for each time that it begins"
-    state.steps.append({"skipped_nonfinite": 1.0})
+    state.steps.append({"skipped_nonfinite": 2.0, "updated": 0.0})
     with pytest.raises(EvergradError, match="3 steps in a row"):
         _require_finite(session)
+
+
+@pytest.mark.parametrize(
+    ("step", "who"),
+    [
+        ({"skipped_nonfinite": 1.0, "updated": 7.0}, "an update was"),
+        ({"skipped_nonfinite": 0.0, "updated": 1.0, "critic_skipped": 1.0}, "of the critic"),
+        ({"skipped_nonfinite": 0.0, "updated": 0.0}, None),  # no sample had an advantage
+    ],
+)
+def test_steps_that_learned_something_do_not_end_the_run(step: dict[str, float], who: str | None) -> None:
+    told: list[str] = []
+    session: Any = SimpleNamespace(state=LoopState(stage=Stage.LEARN), event=told.append)
+    for _ in range(2 * NONFINITE_STEPS):
+        session.state.steps.append(step)
+        _require_finite(session)
+    assert len(told) == (who is not None)
+    assert who is None or who in told[0]
 
 
 def test_a_probe_must_agree_and_be_a_number() -> None:

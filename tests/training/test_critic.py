@@ -163,3 +163,10 @@ def test_returns_without_a_critic_or_without_values_are_refused(model_folder: Pa
     assert "value_loss" not in trainer.step(make_batch(0), LossConfig(name="cross_entropy"))
     assert trainer._critic is not None
     assert equal(trainer._critic.state(), before)
+
+
+def test_a_critic_that_is_skipped_says_nothing_of_the_policy(model_folder: Path) -> None:
+    trainer = new_trainer(model_folder, critic=CRITIC)
+    absurd = make_sample([3, 4], [5], returns=(0.0, 0.0, 1e30), values=(0.0, 0.0, 0.0))
+    figures = trainer.step(TrainingBatch((absurd,), 1), PPO)
+    assert (figures["updated"], figures["skipped_nonfinite"], figures["critic_skipped"]) == (1, 0, 1)

@@ -75,6 +75,61 @@ def test_other_forms_are_left_alone() -> None:
         assert "forward" not in vars(module)
 
 
+class Altered(LlamaMLP):
+    """Layers of the same names, and one thing more between them, as some families have it."""
+
+    def __init__(self, alteration: str) -> None:
+        super().__init__(LlamaConfig(hidden_size=WIDTH, num_attention_heads=2, intermediate_size=INNER))
+        self.alteration = alteration
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        match self.alteration:
+            case "multiplied gate":
+                gate = gate * 0.5
+            case "clamped gate":
+                gate = gate.clamp(max=7.0)
+            case "clamped up":
+                up = up.clamp(-10.0, 10.0)
+            case "shifted up":
+                up = up + 1
+            case "wants more":
+                assert extra is not None
+                up = up * extra
+        y: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        return y * 0.25 if self.alteration == "multiplied down" else y
+
+
+@pytest.mark.parametrize("std", [0.02, 1.0])
+@pytest.mark.parametrize(
+    ("alteration", "known"),
+    [
+        ("none", True),
+        ("multiplied gate", False),
+        ("multiplied down", False),
+        ("clamped gate", False),
+        ("clamped up", False),
+        ("shifted up", False),
+        ("wants more", False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_a_layer_that_computes_the_same_is_replaced(alteration: str, known: bool, std: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = Altered(alteration)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    write_out_backward(module.to(dtype))
+    assert ("forward" in vars(module)) == known
+
+
+def test_a_layer_that_gives_nothing_yet_is_left_alone() -> None:
+    module = Altered("multiplied down")
+    nn.init.zeros_(module.down_proj.weight)
+    write_out_backward(module)
+    assert "forward" not in vars(module)
+
+
 def test_a_layer_with_adapters_or_bias_runs_its_own_forward() -> None:
     torch.manual_seed(0)
     with_bias = LlamaMLP(LlamaConfig(hidden_size=WIDTH, num_attention_heads=2, intermediate_size=INNER, mlp_bias=True))

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -141,6 +142,34 @@ def test_ranks_that_cannot_be_split_are_refused_before_they_start() -> None:
         TrainerConfig(model="m", ranks=3, tensor_parallel=2)
     with pytest.raises(ValueError, match="not added up over ranks"):
         TrainerConfig(model="m", ranks=2, critic=CriticConfig())
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("exit 3", "exit code 3"),
+        ("kill -9 $$", "signal 9"),
+        # Its argument is the descriptor that it hears the leader over; here it hears it out first.
+        (f"exec {sys.executable} -c 'import os; os.read(int(os.sys.argv[3]), 9); os._exit(4)' \"$@\"", "exit code 4"),
+    ],
+)
+def test_a_rank_that_cannot_start_is_an_error_and_leaves_nothing(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, cause: str
+) -> None:
+    executable = tmp_path / "python"
+    executable.write_text(f"#!/bin/sh\n{script}\n")
+    executable.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(sys, "executable", str(executable))
+    with pytest.raises(TrainerError, match=rf"the ranks do not start: rank 1 .*{cause}"):
+        Trainer(config_of(model_folder, "lora", 2))
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank-"):
+            thread.join()  # one that found the trainer at work would end this process
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not psutil.Process().children()
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_rank_killed_at_rest_is_named_when_asked_next(model_folder: Path, tmp_path: Path) -> None:

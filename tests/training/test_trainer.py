@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from evergrad.training import LossConfig, TrainerConfig, TrainerError
 from evergrad.training.trainer import Trainer
@@ -274,6 +284,40 @@ def test_models_that_would_be_trained_wrongly_are_refused(tmp_path: Path, model_
         new_trainer(model_folder, lora={"targets": ["lm_head"]})
     with pytest.raises(EvergradError, match="device"):
         new_trainer(model_folder, device="cuda:7")
+
+
+def test_layers_that_leak_from_one_branch_to_another_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.3,
+    }  # fmt: skip
+    # Alone, a chain of tokens goes through a convolution or a recurrent state as it should; only branches tell.
+    layers = ["conv", "full_attention"]
+    Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=layers, block_auto_adjust_ff_dim=False)).save_pretrained(tmp_path / "conv")
+    mamba = {
+        "head_dim": 8,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }
+    FalconH1ForCausalLM(FalconH1Config(**sizes, **mamba)).save_pretrained(tmp_path / "recurrent")
+    for name in ("conv", "recurrent"):
+        with pytest.raises(TrainerError, match="differ"):
+            new_trainer(tmp_path / name)
+
+
+def test_a_layer_that_was_replaced_wrongly_is_noticed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_wrongly(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, LlamaMLP):
+                module.forward = torch.zeros_like
+
+    monkeypatch.setattr("evergrad.training.model.write_out_backward", replace_wrongly)
+    with pytest.raises(TrainerError, match="differ"):
+        new_trainer(model_folder)
 
 
 def test_a_truncated_model_is_refused(model_folder: Path, tmp_path: Path) -> None:

@@ -162,17 +162,19 @@ async def _step(session: Session, buffer: Buffer) -> None:
 
 
 def _require_finite(session: Session) -> None:
-    """Says it when an update was left out because its gradient was no number; several in a row end the run.
+    """Says it when an update was left out because its gradient was no number; steps in a row without any other end the run.
 
     Raises:
-        EvergradError: each of the last ``NONFINITE_STEPS`` steps left an update out.
+        EvergradError: each of the last ``NONFINITE_STEPS`` steps left all its updates out.
     """
-    skipped = len(list(takewhile(lambda step: step.get("skipped_nonfinite"), reversed(session.state.steps))))
-    if skipped == 1:
-        session.event("an update was left out: its gradient is not finite, and the weights are as before it")
-    if skipped >= NONFINITE_STEPS:
+    latest = session.state.steps[::-1]
+    for key, what in (("skipped_nonfinite", "an update"), ("critic_skipped", "an update of the critic")):
+        if sum(1 for _ in takewhile(lambda step, key=key: step.get(key), latest)) == 1:
+            session.event(f"{what} was left out: its gradient is not finite, and the weights are as before it")
+    lost = sum(1 for _ in takewhile(lambda step: step.get("skipped_nonfinite") and not step["updated"], latest))
+    if lost >= NONFINITE_STEPS:
         raise EvergradError(
-            f"{skipped} steps in a row had a gradient that is not finite; nothing is being learned",
+            f"{lost} steps in a row had a gradient that is not finite; nothing is being learned",
             where=session.state.stage.value,
             hint="lower the lr of this stage, and start anew with another --run-dir",
         )

@@ -322,7 +322,7 @@ class RunConfig(Config):
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     critic: CriticConfig | None = None
-    """For ``rl.advantage = "generalized"``, which is then PPO as it was published; none when absent."""
+    """For ``rl.advantage = "generalized"``, PPO's advantage (GAE); none when absent."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     sinks: list[SinkConfig] = Field(default_factory=list)
     """Where the figures of each step go besides ``metrics.jsonl``."""

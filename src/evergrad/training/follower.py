@@ -27,7 +27,7 @@ def main() -> int:
 
     logging.disable_progress_bar()
     try:
-        trainer = Trainer(config, ShardedRanks(config, rank, meeting_place))
+        trainer = Trainer(config, ShardedRanks(config, rank, meeting_place, lambda: connection.send(None)))
     except EvergradError as error:
         connection.send(str(error))
         return 1

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _PROBE_ROWS = 3
+_PROBE_REACH = 100.0
+"""How far a probe drives a gate and what it lets through; the families that clamp them do so at 7 or 10."""
 
 
 def write_out_backward(model: nn.Module) -> None:
@@ -125,18 +127,39 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     x = _probe(len(weight), weight.to(torch.float32))
     expected = module(x.to(weight.dtype)).to(torch.float32)
-    tolerance = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 2e-2
+    tolerance = _tolerance(weight)
     return torch.allclose(rms_norm(x, weight.to(torch.float32), eps), expected, rtol=tolerance, atol=tolerance)
 
 
+@torch.no_grad()
 def _is_gated(module: nn.Module) -> bool:
-    names = ("gate_proj", "up_proj", "down_proj")
-    if not all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
+    """A SwiGLU that computes nothing else: families put multipliers or clamps between layers of these very names."""
+    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
         return False
-    activation = getattr(module, "act_fn", None)
-    x = torch.linspace(-4, 4, 17)
-    return callable(activation) and torch.equal(activation(x), functional.silu(x))
+    gate, up, down = (layer.weight for layer in layers if layer is not None)
+    if not gate.shape == up.shape == down.t().shape:
+        return False
+    x = _probe(gate.shape[1], gate)
+    # As they are, and so large that both projections reach what a clamp would cut off.
+    reached = torch.minimum((x @ gate.t().float()).abs().amax(-1), (x @ up.t().float()).abs().amax(-1))
+    large = x * (_PROBE_REACH / reached.clamp(min=1e-3))[:, None]
+    x = torch.cat([x, large, -large]).to(gate.dtype)
+    try:
+        own = module(x)
+    except Exception:  # it wants more than hidden states: nothing that is known here
+        return False
+    if not isinstance(own, Tensor) or own.shape != x.shape:
+        return False
+    expected = gated_feed_forward(x, gate, up, down).double()
+    largest = expected.abs().amax(-1, keepdim=True)
+    return bool((largest > 0).all() and ((own.double() - expected).abs() <= _tolerance(gate) * largest).all())
+
+
+def _tolerance(weight: Tensor) -> float:
+    return 1e-5 if weight.dtype in (torch.float32, torch.float64) else 2e-2
 
 
 def _probe(width: int, like: Tensor) -> Tensor:
+    """[_PROBE_ROWS, width] in float32; no two rows point the same way."""
     return torch.linspace(-1.7, 2.3, _PROBE_ROWS * width, device=like.device).view(_PROBE_ROWS, width)

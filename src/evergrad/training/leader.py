@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Leader(ShardedRanks):
     def __init__(self, config: TrainerConfig) -> None:
         """
         Raises:
-            TrainerError: this process belongs to a group of ranks already.
+            TrainerError: this process belongs to a group of ranks already, or another rank does not start.
         """
         if dist.is_initialized():
             raise TrainerError("this process has ranks already", hint="close the other trainer first")
@@ -56,9 +56,11 @@ class Leader(ShardedRanks):
         self._at_rest = threading.Event()
         self._depth = 0
         self._folder = Path(tempfile.mkdtemp(prefix="evergrad-ranks-"))
-        self._followers = [self._start(config, rank) for rank in range(1, config.ranks)]
+        self._followers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         try:
-            super().__init__(config, 0, self._folder / "meeting-place")
+            for rank in range(1, config.ranks):
+                self._followers.append(self._start(config, rank))
+            super().__init__(config, 0, self._folder / "meeting-place", self._await_followers)
         except BaseException:
             self.close()
             raise
@@ -74,9 +76,21 @@ class Leader(ShardedRanks):
                 pass_fds=[theirs.fileno()],
             )
         connection = Connection(ours.detach())
-        connection.send((config, rank, self._folder / "meeting-place"))
+        with suppress(OSError):  # one that has ended already is missed when the others have come
+            connection.send((config, rank, self._folder / "meeting-place"))
         threading.Thread(target=self._wait_for, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         return process, connection
+
+    def _await_followers(self) -> None:
+        """Hears that each follower is about to look for the others: nothing ends the search for one that will not come."""
+        for rank, (_, connection) in enumerate(self._followers, start=1):
+            try:
+                refusal = connection.recv()
+            except (EOFError, OSError) as error:
+                lost = self._lose(f"rank {rank} hung up")
+                raise TrainerError(f"the ranks do not start: {lost.what}", hint="see what that rank said above") from error
+            if refusal is not None:
+                raise TrainerError(f"the ranks do not start: rank {rank}: {refusal}")
 
     # -- operations --------------------------------------------------------------------------------------------------------
 
@@ -153,12 +167,14 @@ class Leader(ShardedRanks):
 
     def _wait_for(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
+        at_rest = self._at_rest.wait(_GRACE_S)
         with self._lock:
             if self._closing or self._lost is not None:
                 return
-        if self._at_rest.wait(_GRACE_S):
+        if at_rest:
             self._lose("")
             return
+        shutil.rmtree(self._folder, ignore_errors=True)
         print(f"error: {_cause({rank: code})}, and what was under way did not end", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -188,6 +204,7 @@ class Leader(ShardedRanks):
         self._finish_writing()
         with self._lock:
             self._closing = True
+        self._at_rest.set()
         for process, connection in self._followers:
             connection.close()
             assert process.stdin is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from evergrad.training.logprobs import chosen_logprobs
 from evergrad.types import TrainingSample
 
 _CHECK_TOKENS = 24
+_CHECK_TRUNK = 10
 _CHECK_TOLERANCE = 1e-3
 
 
@@ -42,7 +44,8 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Loads a local Hugging Face folder, ready for :func:`score_forest`.
 
     Raises:
-        TrainerError: no such folder, not a causal language model, or damaged weights.
+        TrainerError: no such folder, not a causal language model, damaged weights, or an architecture that is computed
+            differently here than by transformers.
     """
     require_model_folder(path)
     try:
@@ -52,7 +55,10 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     except Exception as error:  # transformers raises many kinds for a bad folder
         raise TrainerError(f"the model does not load: {error}", where=path) from error
     model = model.to(device).eval()
+    samples = _check_samples(model.config.get_text_config().vocab_size)
+    expected = _own_logprobs(model, samples, path)  # before any layer of it is replaced
     write_out_backward(model)
+    _require_faithful(model, samples, expected, path)
     return model
 
 
@@ -68,7 +74,7 @@ def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> Scor
         use_cache=False,
         forest_plans=AttentionPlans(forest, device, head.weight.dtype),
     ).last_hidden_state[0]
-    # index_select, not indexing: its backward adds rows up in a fixed order, so that a step repeats bit for bit.
+    # index_select, not indexing: on a CPU its backward adds rows up in a fixed order, so that a step repeats bit for bit.
     states = hidden.index_select(0, torch.from_numpy(forest.rows).to(device))
     pair_logprobs, row_entropies = chosen_logprobs(
         states,
@@ -86,41 +92,69 @@ def score_forest(model: Any, forest: Forest, *, entropies: bool = False) -> Scor
     return Scores(logprobs, row_entropies.index_select(0, torch.from_numpy(forest.row_of_token).to(device)), states)
 
 
-@torch.no_grad()
 def sequence_logprobs(score: ScoreForest, token_ids: tuple[int, ...], temperature: float = 1.0) -> list[float]:
     """Log-probability of each token but the first, given those before it: ``len(token_ids) - 1`` numbers."""
-    count = len(token_ids)
-    zeros = (0.0,) * count
-    sample = TrainingSample(token_ids, (0, *(1,) * (count - 1)), zeros, zeros, 0, 0, temperature)
-    (forest,) = plant([TrainedTokens(sample, np.arange(1, count), count - 1)], count)
-    values: list[float] = score(forest)[0].tolist()
-    return values
+    return _forest_logprobs(score, [_all_trained(token_ids, temperature)])[0]
+
+
+def _all_trained(token_ids: tuple[int, ...], temperature: float = 1.0) -> TrainingSample:
+    zeros = (0.0,) * len(token_ids)
+    return TrainingSample(token_ids, (0, *(1,) * (len(token_ids) - 1)), zeros, zeros, 0, 0, temperature)
 
 
 @torch.no_grad()
-def check_faithful(model: Any, path: str) -> None:
-    """Compares our forward with transformers' own on a few tokens, so that a model that does something else with its
-    attention or logits (soft caps, scaled logits, recurrent layers, …) is refused instead of trained wrongly.
+def _forest_logprobs(score: ScoreForest, samples: Sequence[TrainingSample]) -> list[list[float]]:
+    """Of each sample, what its tokens but the first have in one forest of all of them."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    wanted = [TrainedTokens(sample, np.arange(1, length), length - 1) for sample, length in zip(samples, lengths, strict=True)]
+    (forest,) = plant(wanted, sum(lengths))
+    values = score(forest).logprobs.double().cpu().numpy()
+    found = {id(item.sample): values[forest.sample_of_token == index] for index, item in enumerate(forest.items)}
+    return [found[id(sample)].tolist() for sample in samples]
+
+
+def _require_faithful(model: Any, samples: Sequence[TrainingSample], expected: Tensor, path: str) -> None:
+    """Compares our scores of a forest of ``samples`` with ``expected``, so that a model that does something else with its
+    attention, layers or logits (soft caps, multipliers, a state that runs from token to token, …) is refused instead of
+    trained wrongly.
 
     Raises:
         TrainerError: they differ.
     """
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(model.config.get_text_config().vocab_size, (_CHECK_TOKENS,), generator=generator)
     try:
-        ours = torch.tensor(sequence_logprobs(partial(score_forest, model), tuple(token_ids.tolist())))
+        ours = _forest_logprobs(partial(score_forest, model), samples)
     except (NotImplementedError, TypeError, AttributeError) as error:
         raise TrainerError(f"this architecture cannot be trained here: {error}", where=path) from error
-    model.set_attn_implementation("eager")
-    try:
-        device = model.get_output_embeddings().weight.device
-        logits = model(input_ids=token_ids[None].to(device), use_cache=False).logits[0].float().cpu()
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
-    theirs = torch.log_softmax(logits[:-1], -1).gather(1, token_ids[1:, None]).squeeze(1)
     tolerance = _CHECK_TOLERANCE if model.dtype in (torch.float32, torch.float64) else 0.25
-    difference = float((ours - theirs).abs().max())
+    difference = float((torch.tensor(ours) - expected).abs().max())
     if not difference <= tolerance:
         raise TrainerError(
             f"log-probabilities differ from transformers' own by {difference:.2g}", where=path, hint="use another architecture"
         )
+
+
+def _check_samples(vocab_size: int) -> list[TrainingSample]:
+    """Two that begin alike and then part: only a forest shows what one branch must not see of the other."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(vocab_size, (2, _CHECK_TOKENS), generator=generator)
+    drawn[1, :_CHECK_TRUNK] = drawn[0, :_CHECK_TRUNK]
+    return [_all_trained(tuple(token_ids)) for token_ids in drawn.tolist()]
+
+
+@torch.no_grad()
+def _own_logprobs(model: Any, samples: Sequence[TrainingSample], path: str) -> Tensor:
+    """[samples, tokens − 1] as transformers computes them, each sample on its own.
+
+    Raises:
+        TrainerError: it cannot.
+    """
+    token_ids = torch.tensor([sample.token_ids for sample in samples])
+    model.set_attn_implementation("eager")
+    try:
+        device = model.get_output_embeddings().weight.device
+        logits = model(input_ids=token_ids.to(device), use_cache=False).logits.float().cpu()
+    except (NotImplementedError, TypeError, AttributeError) as error:
+        raise TrainerError(f"this architecture cannot be trained here: {error}", where=path) from error
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    return torch.log_softmax(logits[:, :-1], -1).gather(2, token_ids[:, 1:, None]).squeeze(2)

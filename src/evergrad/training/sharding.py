@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -51,11 +51,12 @@ class ShardedRanks(Ranks):
 
     _writing: Future[None] | None = None
 
-    def __init__(self, config: TrainerConfig, rank: int, meeting_place: Path) -> None:
+    def __init__(self, config: TrainerConfig, rank: int, meeting_place: Path, ready: Callable[[], None]) -> None:
         """
         Args:
             rank: From 0.
             meeting_place: A file that does not exist yet, the same for all; there they learn of one another.
+            ready: Called when all is done that a rank can fail at by itself, before it waits there for the others.
         """
         self.rank, self.count = rank, config.ranks
         self._config = config
@@ -68,6 +69,7 @@ class ShardedRanks(Ranks):
         if sys.platform == "linux":
             # The ranks are of one machine: nothing of them need be reachable from another.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ready()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=FileStore(str(meeting_place), config.ranks),

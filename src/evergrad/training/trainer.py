@@ -39,7 +39,7 @@ from evergrad.training.lora import (
 )
 from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.meter import Meter
-from evergrad.training.model import check_faithful, load_model, sequence_logprobs
+from evergrad.training.model import load_model, sequence_logprobs
 from evergrad.training.parts import fill, here, like, whole
 from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
@@ -56,7 +56,8 @@ class Trainer:
     """Owns the model that learns, its optimizer, and its place in the run.
 
     Sets torch's number of threads when the configuration names one. The same batches in the same order from the same
-    checkpoint give the same weights bit for bit on one machine with one number of threads and ranks.
+    checkpoint give the same weights bit for bit on the CPUs of one machine with one number of threads and ranks. On a GPU they
+    agree to rounding: some of its kernels add up in an order that is free.
 
     With ``config.ranks`` above 1 this process is the first rank: it starts the others, which do what is asked of it, and
     :meth:`close` ends them. Make it on a thread that lives as long. When a rank dies, what is under way and whatever is asked
@@ -91,7 +92,6 @@ class Trainer:
         master = torch.promote_types(dtype, torch.float32)
         loaded = self._ranks.load_device or self._device
         self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, loaded)
-        check_faithful(self._model, config.model)
         self._lora: dict[str, LoraLinear] = {}
         if config.method == "lora":
             self._lora = self._add_lora(master)
@@ -142,9 +142,9 @@ class Trainer:
         Before the first of several updates the policy is scored once, if the loss takes its ratio to it and the samples bring
         no ``proximal_logprobs``.
 
-        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated`` and ``skipped_nonfinite``,
-        the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite
-        is not applied, and counted in ``skipped_nonfinite``.
+        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated``, ``skipped_nonfinite`` and
+        ``critic_skipped``, the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or
+        gradient is not finite is not applied, and counted in ``skipped_nonfinite``.
 
         Raises:
             TrainerError: the batch cannot be trained on (see :meth:`forward_backward`), or not be cut into mini-batches;
@@ -327,8 +327,8 @@ class Trainer:
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """Clips the gradient, applies it, and forgets it; the critic's too, where samples had ``returns``.
 
-        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved), ``skipped_nonfinite``, and the
-        critic's (see ``Critic.optim_step``).
+        Metrics: ``grad_norm`` (before clipping), ``lr``, ``updated`` (1 when the weights moved), ``skipped_nonfinite`` (1 when
+        they did not for that reason), and the critic's, whose update is skipped for itself (see ``Critic.optim_step``).
         Without any gradient, or with one that is not finite, weights and optimizer state stay as they are.
         """
         settings = self.config.optimizer
@@ -349,7 +349,7 @@ class Trainer:
             "grad_norm": norm,
             "lr": rate,
             "updated": float(bool(grads) and finite),
-            "skipped_nonfinite": float(not finite or critic.get("critic_skipped", 0.0) > 0),
+            "skipped_nonfinite": float(not finite),
             **critic,
         }
 

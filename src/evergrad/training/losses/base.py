@@ -54,7 +54,7 @@ class TokenTensors:
         """[tokens] → [rollouts]"""
         import torch
 
-        # Not index_add, whose order of addition is free on an accelerator: a step repeats bit for bit.
+        # Not index_add: also on a GPU, where its order of addition is free, a rollout's sum is then the same every time.
         counts = torch.bincount(self.rollout, minlength=self.num_rollouts)
         return torch.segment_reduce(values.index_select(0, self.rollout.argsort(stable=True)), "sum", lengths=counts)
 
