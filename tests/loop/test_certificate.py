@@ -34,7 +34,7 @@ from evergrad.loop._certifying import certificate_path, certify
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import task_costs
 from evergrad.loop.auditing import State, audit, read_certificate
-from evergrad.loop.certificate import CertificateError, folder_hash, public_key, sign, signing_key, verify
+from evergrad.loop.certificate import CertificateError, folder_hash, public_key, run_signing_key, sign, signing_key, verify
 from evergrad.loop.config import WorthConfig
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, InputError, ModelVersion, strict_json
@@ -105,6 +105,61 @@ def test_the_key_is_made_once_for_the_owners_eyes(tmp_path: Path) -> None:
         public_key(path)
     with pytest.raises(InputError, match="EVERGRAD_SIGNING_KEY"):
         signing_key(Path("/proc/no/such/place.pem"))
+
+
+def home_is_a_file(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_text(tmp_path / "home", "no folder")
+    patch.setenv("HOME", str(tmp_path / "home"))
+
+
+def home_is_read_only(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    patch.setenv("HOME", "/proc/self")  # for the superuser, too
+
+
+def home_is_unknown(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    patch.delenv("HOME")
+    patch.setattr("os.getuid", lambda: 2**31 - 7)
+
+
+def key_is_broken(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_text(tmp_path / ".config" / "evergrad" / "signing-key.pem", "no key")
+    patch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("spoil", [home_is_a_file, home_is_read_only, home_is_unknown, key_is_broken])
+def test_without_a_home_for_it_the_key_stays_in_the_run_folder(
+    spoil: Callable[[pytest.MonkeyPatch, Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("EVERGRAD_SIGNING_KEY")
+    spoil(monkeypatch, tmp_path)
+    run, told = tmp_path / "run", list[str]()
+    keys = {run_signing_key(run, told.append).private_bytes_raw() for _ in range(2)}
+    assert len(keys) == len(told) == 1, told
+    assert str(run / "signing-key.pem") in told[0]
+    assert stat.S_IMODE((run / "signing-key.pem").stat().st_mode) == 0o600
+    monkeypatch.setenv("HOME", str(tmp_path / "repaired"))
+    assert run_signing_key(run).private_bytes_raw() in keys, "one key for all certificates of a run"
+
+
+def test_a_run_signs_with_the_users_key_and_a_chosen_one_must_be_usable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EVERGRAD_SIGNING_KEY", str(tmp_path / "file" / "key.pem"))
+    write_text(tmp_path / "file", "no folder")
+    with pytest.raises(InputError, match="EVERGRAD_SIGNING_KEY"):
+        run_signing_key(tmp_path / "run")
+    monkeypatch.delenv("EVERGRAD_SIGNING_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = run_signing_key(tmp_path / "run").private_bytes_raw()
+    assert own == signing_key(tmp_path / ".config" / "evergrad" / "signing-key.pem").private_bytes_raw()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_public_half_is_put_back(tmp_path: Path) -> None:
+    first, public = signing_key(tmp_path / "key.pem"), tmp_path / "key.pem.pub"
+    public.unlink()
+    signing_key(tmp_path / "key.pem")
+    assert public_key(public).public_bytes_raw() == first.public_key().public_bytes_raw()
 
 
 def test_two_processes_that_make_the_key_at_once_have_the_same(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from evergrad.loop._certificate_page import render_certificate
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import row_of
 from evergrad.loop._session import Session
-from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, sign, signing_key
+from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, run_signing_key, sign
 from evergrad.loop.config import WorthConfig
 from evergrad.types import Verdict, plain
 
@@ -37,7 +37,7 @@ def certify(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Gat
     path = certificate_path(session.folder.path, plan)
     if not path.exists():
         with session.clock.phase("gate"):
-            signed = sign(_content(session, verdict, plan, suites), signing_key())
+            signed = sign(_content(session, verdict, plan, suites), run_signing_key(session.folder.path))
         write_text(path.with_suffix(".html"), render_certificate(signed))
         # Last, for it says that both are there.
         write_json(path, signed)
