@@ -365,9 +365,56 @@ def test_an_audit_finds_a_forged_certificate_and_looks_no_further(session: Any) 
     # Whoever signs anew with a key of their own is caught by the registry, and by the key.
     forged = sign(certificate["content"] | {"hashes": {**certificate["content"]["hashes"], "verdict": "0" * 16}}, signing_key())
     failed = {each.check for each in audit(session.folder.path, forged) if each.state is State.FAILS}
-    assert failed == {"verdict on record", "ruling made again"}
+    assert failed == {"what it says", "verdict on record", "ruling made again"}
     stranger = Ed25519PrivateKey.generate().public_key()
     assert audit(session.folder.path, read_certificate(path), stranger)[0].state is State.FAILS
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "promoted": lambda c: c.update(promoted=True),
+    "reasons": lambda c: c["reasons"].append("it is very good"),
+    "candidate_id": lambda c: c.update(candidate_id="newer"),
+    "incumbent_id": lambda c: c.update(incumbent_id="older"),
+    "effect": lambda c: c["effect"].update(delta=0.9),
+    "effect, level": lambda c: c["effect"]["series"].update(level=0.9),
+    "effect, less": lambda c: c["effect"].pop("ci95"),
+    "guards": lambda c: c.update(guards=[]) if c["guards"] else c["guards"].append({"suite": "letters@v1", "holds": True}),
+    "plan": lambda c: c["plan"].update(level=0.9),
+    "suites": lambda c: c["suites"]["letters@v1"].update(suite_hash="0" * 16),
+    "suites, more": lambda c: c["suites"].update({"letters@v9": c["suites"]["letters@v1"]}),
+    "suites, none": lambda c: c.update(suites={}),
+    "reports": lambda c: c["hashes"].update(reports={}),
+    "weights": lambda c: c["hashes"].update(weights={}),
+    "recipe": lambda c: c["hashes"].update(recipe="0" * 16),
+    "price book": lambda c: c["hashes"].update(price_book="0" * 16),
+}
+
+
+@pytest.mark.parametrize("field", FORGERIES)
+def test_an_audit_holds_every_word_against_the_record(session: Any, field: str) -> None:
+    """Also when the forger has the very key that signs."""
+    content = read_certificate(issue(session, after=3))["content"]
+    FORGERIES[field](content)
+    forged = sign(content, signing_key())
+    found = {each.check: each for each in audit(session.folder.path, forged)}
+    assert found["signature"].state is State.HOLDS
+    assert found["what it says"].state is State.FAILS
+    if field != "candidate_id":  # on that one there is no verdict at all
+        assert found["what it says"].told == f"not what is on record: {field.partition(',')[0]}"
+
+
+def test_an_audit_runs_the_code_of_no_stranger(session: Any, tmp_path: Path, key: Ed25519PrivateKey) -> None:
+    """The environment named is a file that leaves a trace when it is imported."""
+    content, trace = read_certificate(issue(session))["content"], tmp_path / "trace"
+    write_text(tmp_path / "evil.py", f"open({str(trace)!r}, 'w')\n")
+    content["suites"]["letters@v1"]["environment"] = str(tmp_path / "evil.py")
+    found = {each.check: each for each in audit(session.folder.path, sign(content, key))}
+    assert not trace.exists()
+    assert found["environment and tasks"].state is State.NOTE
+    assert "give --key" in found["environment and tasks"].told
+    found = {each.check: each for each in audit(session.folder.path, sign(content, key), key.public_key())}
+    assert trace.exists()
+    assert found["environment and tasks"].state is State.FAILS
 
 
 def test_an_audit_tells_of_an_environment_that_changed(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def _read_today(before: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
             return data, unknown
         for each in errors:
             *parents, last = each["loc"]
-            reduce(getitem, parents, data).pop(last)  # type: ignore[arg-type, call-overload]
+            reduce(getitem, parents, data).pop(last)  # type: ignore[arg-type]
             unknown.add(".".join(map(str, each["loc"])))
     try:
         return RunConfig.model_validate(data).model_dump(mode="json", exclude_none=True), unknown

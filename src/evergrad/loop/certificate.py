@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -24,8 +25,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evergrad.evals import content_hash
-from evergrad.types import EvergradError, InputError, plain, strict_json
+from evergrad.evals import Plan, content_hash
+from evergrad.types import EvergradError, InputError, Verdict, plain, strict_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -38,8 +39,28 @@ _FREE_SETTINGS = ("budget", "sinks")
 """Sections of a configuration that may change while a run goes on, and that no result depends on."""
 
 
+_EFFECT = (
+    *("n", "clusters", "wins", "losses", "score_before", "score_after", "delta", "se", "ci95", "interval"),
+    *("test", "p_value", "holdout", "series", "slices"),
+)
+"""Keys of a verdict's evidence that say what was found."""
+
+
 class CertificateError(EvergradError):
     """A certificate that is broken, or was not signed by whom it should."""
+
+
+def statement(verdict: Verdict, plan: Plan) -> dict[str, Any]:
+    """What a certificate says of a ruling: all of it follows from the verdict and its plan, and can be checked by them."""
+    return {
+        "candidate_id": verdict.candidate_id,
+        "incumbent_id": verdict.incumbent_id,
+        "promoted": verdict.promote,
+        "reasons": list(verdict.reasons),
+        "plan": dataclasses.asdict(plan),
+        "effect": {key: verdict.evidence[key] for key in _EFFECT if key in verdict.evidence},
+        "guards": verdict.evidence.get("guards", []),
+    }
 
 
 def sign(content: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]:
@@ -142,6 +163,15 @@ def public_key(path: Path) -> Ed25519PublicKey:
     if not isinstance(key, Ed25519PublicKey):
         raise InputError("the public key is not Ed25519", where=str(path), hint=hint)
     return key
+
+
+def own_public_key() -> Ed25519PublicKey | None:
+    """The public half of the user's own key; ``None`` where there is none yet or it cannot be read."""
+    try:
+        path = key_path()
+        return signing_key(path).public_key() if path.is_file() else None
+    except (InputError, OSError):
+        return None
 
 
 def key_path() -> Path:
