@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from evergrad.loop._announcing import (
     report_path,
     stored_report,
     suite_name,
+    verdict_on_record,
     verdicts_before,
     write_plan,
 )
@@ -91,6 +92,37 @@ def test_a_ruling_is_the_same_before_and_after_it_is_on_record(session: Any) -> 
     session.registry.promote("production", "third", forced)
     assert rule(session, "third", "first", successes=N) == promoted
     assert len(list((session.folder.path / "plans").iterdir())) == 2, "one plan a ruling, however often it was begun"
+
+
+def look(session: Any) -> None:
+    record_look(session.folder.path, "first", [task.task_id for task in gate_tasks(session, V1)])
+
+
+def new_prices(session: Any) -> None:
+    session.ledger.price_book = SimpleNamespace(hash="another")
+
+
+@pytest.mark.parametrize("meanwhile", [look, new_prices])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_happens_between_a_crash_and_the_next_try_makes_no_second_trial(
+    session: Any, meanwhile: Callable[[Any], None], recorded: bool
+) -> None:
+    verdict = rule(session, "second", "first")
+    if recorded:
+        session.registry.record_verdict(verdict)
+    meanwhile(session)
+    assert rule(session, "second", "first") == verdict
+    assert verdict_on_record(session.registry, "second", "first") == (verdict if recorded else None)
+    assert len(list((session.folder.path / "plans").iterdir())) == 1
+    if recorded:
+        assert rule(session, "third", "first").evidence["series"]["trial"] == 2
+
+
+def test_another_verifier_between_two_tries_is_another_plan(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule(session, "second", "first")
+    monkeypatch.setattr(Taskset, "fingerprint", "another")
+    assert not any("plan" in reason for reason in rule(session, "second", "first").reasons)
+    assert len(list((session.folder.path / "plans").iterdir())) == 2
 
 
 def test_moves_by_hand_are_no_part_of_the_series(session: Any) -> None:

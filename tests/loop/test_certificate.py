@@ -34,7 +34,7 @@ from evergrad.loop._certifying import certificate_path, certify
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import task_costs
 from evergrad.loop.auditing import State, audit, read_certificate
-from evergrad.loop.certificate import CertificateError, folder_hash, public_key, sign, signing_key, verify
+from evergrad.loop.certificate import CertificateError, folder_hash, public_key, run_signing_key, sign, signing_key, verify
 from evergrad.loop.config import WorthConfig
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, InputError, ModelVersion, strict_json
@@ -105,6 +105,61 @@ def test_the_key_is_made_once_for_the_owners_eyes(tmp_path: Path) -> None:
         public_key(path)
     with pytest.raises(InputError, match="EVERGRAD_SIGNING_KEY"):
         signing_key(Path("/proc/no/such/place.pem"))
+
+
+def home_is_a_file(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_text(tmp_path / "home", "no folder")
+    patch.setenv("HOME", str(tmp_path / "home"))
+
+
+def home_is_read_only(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    patch.setenv("HOME", "/proc/self")  # for the superuser, too
+
+
+def home_is_unknown(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    patch.delenv("HOME")
+    patch.setattr("os.getuid", lambda: 2**31 - 7)
+
+
+def key_is_broken(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_text(tmp_path / ".config" / "evergrad" / "signing-key.pem", "no key")
+    patch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("spoil", [home_is_a_file, home_is_read_only, home_is_unknown, key_is_broken])
+def test_without_a_home_for_it_the_key_stays_in_the_run_folder(
+    spoil: Callable[[pytest.MonkeyPatch, Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("EVERGRAD_SIGNING_KEY")
+    spoil(monkeypatch, tmp_path)
+    run, told = tmp_path / "run", list[str]()
+    keys = {run_signing_key(run, told.append).private_bytes_raw() for _ in range(2)}
+    assert len(keys) == len(told) == 1, told
+    assert str(run / "signing-key.pem") in told[0]
+    assert stat.S_IMODE((run / "signing-key.pem").stat().st_mode) == 0o600
+    monkeypatch.setenv("HOME", str(tmp_path / "repaired"))
+    assert run_signing_key(run).private_bytes_raw() in keys, "one key for all certificates of a run"
+
+
+def test_a_run_signs_with_the_users_key_and_a_chosen_one_must_be_usable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EVERGRAD_SIGNING_KEY", str(tmp_path / "file" / "key.pem"))
+    write_text(tmp_path / "file", "no folder")
+    with pytest.raises(InputError, match="EVERGRAD_SIGNING_KEY"):
+        run_signing_key(tmp_path / "run")
+    monkeypatch.delenv("EVERGRAD_SIGNING_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = run_signing_key(tmp_path / "run").private_bytes_raw()
+    assert own == signing_key(tmp_path / ".config" / "evergrad" / "signing-key.pem").private_bytes_raw()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_public_half_is_put_back(tmp_path: Path) -> None:
+    first, public = signing_key(tmp_path / "key.pem"), tmp_path / "key.pem.pub"
+    public.unlink()
+    signing_key(tmp_path / "key.pem")
+    assert public_key(public).public_bytes_raw() == first.public_key().public_bytes_raw()
 
 
 def test_two_processes_that_make_the_key_at_once_have_the_same(tmp_path: Path) -> None:
@@ -310,9 +365,56 @@ def test_an_audit_finds_a_forged_certificate_and_looks_no_further(session: Any) 
     # Whoever signs anew with a key of their own is caught by the registry, and by the key.
     forged = sign(certificate["content"] | {"hashes": {**certificate["content"]["hashes"], "verdict": "0" * 16}}, signing_key())
     failed = {each.check for each in audit(session.folder.path, forged) if each.state is State.FAILS}
-    assert failed == {"verdict on record", "ruling made again"}
+    assert failed == {"what it says", "verdict on record", "ruling made again"}
     stranger = Ed25519PrivateKey.generate().public_key()
     assert audit(session.folder.path, read_certificate(path), stranger)[0].state is State.FAILS
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "promoted": lambda c: c.update(promoted=True),
+    "reasons": lambda c: c["reasons"].append("it is very good"),
+    "candidate_id": lambda c: c.update(candidate_id="newer"),
+    "incumbent_id": lambda c: c.update(incumbent_id="older"),
+    "effect": lambda c: c["effect"].update(delta=0.9),
+    "effect, level": lambda c: c["effect"]["series"].update(level=0.9),
+    "effect, less": lambda c: c["effect"].pop("ci95"),
+    "guards": lambda c: c.update(guards=[]) if c["guards"] else c["guards"].append({"suite": "letters@v1", "holds": True}),
+    "plan": lambda c: c["plan"].update(level=0.9),
+    "suites": lambda c: c["suites"]["letters@v1"].update(suite_hash="0" * 16),
+    "suites, more": lambda c: c["suites"].update({"letters@v9": c["suites"]["letters@v1"]}),
+    "suites, none": lambda c: c.update(suites={}),
+    "reports": lambda c: c["hashes"].update(reports={}),
+    "weights": lambda c: c["hashes"].update(weights={}),
+    "recipe": lambda c: c["hashes"].update(recipe="0" * 16),
+    "price book": lambda c: c["hashes"].update(price_book="0" * 16),
+}
+
+
+@pytest.mark.parametrize("field", FORGERIES)
+def test_an_audit_holds_every_word_against_the_record(session: Any, field: str) -> None:
+    """Also when the forger has the very key that signs."""
+    content = read_certificate(issue(session, after=3))["content"]
+    FORGERIES[field](content)
+    forged = sign(content, signing_key())
+    found = {each.check: each for each in audit(session.folder.path, forged)}
+    assert found["signature"].state is State.HOLDS
+    assert found["what it says"].state is State.FAILS
+    if field != "candidate_id":  # on that one there is no verdict at all
+        assert found["what it says"].told == f"not what is on record: {field.partition(',')[0]}"
+
+
+def test_an_audit_runs_the_code_of_no_stranger(session: Any, tmp_path: Path, key: Ed25519PrivateKey) -> None:
+    """The environment named is a file that leaves a trace when it is imported."""
+    content, trace = read_certificate(issue(session))["content"], tmp_path / "trace"
+    write_text(tmp_path / "evil.py", f"open({str(trace)!r}, 'w')\n")
+    content["suites"]["letters@v1"]["environment"] = str(tmp_path / "evil.py")
+    found = {each.check: each for each in audit(session.folder.path, sign(content, key))}
+    assert not trace.exists()
+    assert found["environment and tasks"].state is State.NOTE
+    assert "give --key" in found["environment and tasks"].told
+    found = {each.check: each for each in audit(session.folder.path, sign(content, key), key.public_key())}
+    assert trace.exists()
+    assert found["environment and tasks"].state is State.FAILS
 
 
 def test_an_audit_tells_of_an_environment_that_changed(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:

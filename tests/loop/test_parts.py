@@ -9,6 +9,7 @@ import re
 import signal
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speakin
 from evergrad.loop._serving import Serving
 from evergrad.loop._session import Session
 from evergrad.loop._watching import judge_traffic, serve_traffic
-from evergrad.loop.config import BudgetConfig, RunConfig
+from evergrad.loop.config import BudgetConfig, RunConfig, WorthConfig
 from evergrad.loop.controller import _announcement, _finished
 from evergrad.loop.offline import TrainConfig
 from evergrad.loop.placement import LocalPlacement, WorkerDied
@@ -123,6 +124,51 @@ def test_a_folder_belongs_to_one_process_and_one_recipe(tmp_path: Path) -> None:
     larger = config.budget.model_copy(update={"cycles": 7})
     RunFolder(tmp_path, config.model_copy(update={"budget": larger})).close()
     assert load_config(RunConfig, tmp_path / "config.toml").budget.cycles == 7
+
+
+def older(config: RunConfig, path: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    """The folder of a run whose resolved configuration another version wrote."""
+    data = config.model_dump(mode="json", exclude_none=True)
+    change(data)
+    path.joinpath("config.toml").write_text(to_toml(data))
+    return to_toml(data)
+
+
+def test_a_key_that_an_earlier_version_did_not_know_is_no_change_at_its_default(tmp_path: Path) -> None:
+    config = load_config(RunConfig, EXAMPLES[0])
+    text = older(config, tmp_path, lambda data: (data["learn"]["rl"].pop("gae"), data["gate"].pop("series")))
+    RunFolder(tmp_path, config).close()
+    assert (tmp_path / "config.toml").read_text() == text, "certificates have its hash"
+    larger = config.budget.model_copy(update={"cycles": 7})
+    RunFolder(tmp_path, config.model_copy(update={"budget": larger})).close()
+    assert load_config(RunConfig, tmp_path / "config.toml").budget.cycles == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data["gate"].pop("series"), r"another version of Evergrad \(it does not know gate.series\)"),
+        (lambda data: data["learn"]["rl"].update(spin=1), r"another version.*this one does not know learn\.rl\.spin"),
+        (
+            lambda data: (data["gate"].pop("series"), data.update(spin={"rate": 1})),
+            r"it does not know gate\.series; this one does not know spin\).*use that version",
+        ),
+        (lambda data: (data["gate"].pop("series"), data.update(seed=77)), "another configuration: gate.series, seed changed"),
+        (lambda data: data.pop("worth"), "another configuration: worth changed"),
+        (lambda data: data["gate"].update(alpha=7), "another configuration: gate.alpha"),
+    ],
+    ids=["lacks", "unknown", "both", "seed", "unset before", "no value of today"],
+)
+def test_a_folder_of_another_version_is_told_from_one_of_another_recipe(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    config = load_config(RunConfig, EXAMPLES[0])
+    gate = config.gate.model_copy(update={"series": "lord"})
+    config = config.model_copy(update={"gate": gate, "worth": WorthConfig(usd_per_success=1.0, attempts=10)})
+    before = older(config, tmp_path, change)
+    with pytest.raises(EvergradError, match=told):
+        RunFolder(tmp_path, config)
+    assert (tmp_path / "config.toml").read_text() == before
 
 
 def test_state_survives_and_json_stays_strict(tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from evergrad.evals import Plan, announce, report_from_json, suite_hash
+from evergrad.evals import Plan, announce, plan_from_json, report_from_json, suite_hash
 from evergrad.loop._folder import write_json
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop.looks import looks_folder
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, ModelVersion, Task, Verdict
+
+_MAY_CHANGE = ("looks_by_hand", "price_book")
+"""What of a plan the world may change between a crash and the next try at the same ruling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,12 @@ def verdicts_before(registry: Registry, candidate_id: str, incumbent_id: str | N
     return earlier
 
 
+def verdict_on_record(registry: Registry, candidate_id: str, incumbent_id: str) -> Verdict | None:
+    """The gate's verdict on this pair, from before a crash: a pair is ruled on once, whatever was looked at since."""
+    found = (each for each in registry.verdicts(candidate_id) if "suite_hashes" in each.evidence)
+    return next((each for each in found if each.incumbent_id == incumbent_id), None)
+
+
 def gate_suites(session: Session, history: Sequence[Verdict]) -> list[GateSuite]:
     """What is measured, the primary suite first: on tasks that no verdict has looked at, while there are such.
 
@@ -66,9 +75,12 @@ def write_plan(
     anchors: Mapping[str, EvalReport],
     history: Sequence[Verdict],
 ) -> Plan:
-    """Writes down what will be ruled on, before the candidate is measured; the file keeps the name of its content."""
+    """Writes down what will be ruled on, before the candidate is measured; the file keeps the name of its content.
+
+    A ruling that a crash interrupted keeps the plan that it had.
+    """
     hashes = {each.name: hash_of(session, each.settings, each.draw) for each in suites}
-    plan = announce(
+    planned = announce(
         candidate.version_id,
         incumbent.version_id,
         hashes,
@@ -79,6 +91,8 @@ def write_plan(
         price_book=session.ledger.price_book.hash,
         looks_by_hand=_looks(session, suites[0]),
     )
+    ruled = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
+    plan = _announced_before(session.folder.path, planned, ruled) or planned
     path = plan_path(session.folder.path, plan)
     if not path.exists():
         write_json(
@@ -90,6 +104,16 @@ def write_plan(
             },
         )
     return plan
+
+
+def _announced_before(run: Path, plan: Plan, ruled: Verdict | None) -> Plan | None:
+    """The plan of this very ruling that is on disk; a look by hand or a new price since does not make it another ruling."""
+    files = sorted((run / "plans").glob(f"{plan.candidate_id}-*.json"))
+    earlier = [plan_from_json(json.loads(path.read_text(encoding="utf-8"))["plan"]) for path in files]
+    if ruled is not None:
+        return next((each for each in earlier if each.hash == ruled.evidence.get("plan_hash")), None)
+    same = (each for each in earlier if dataclasses.replace(plan, **{key: getattr(each, key) for key in _MAY_CHANGE}) == each)
+    return next(same, None)
 
 
 def _looks(session: Session, suite: GateSuite) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 import shlex
@@ -17,15 +16,9 @@ from evergrad.loop._certificate_page import render_certificate
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import row_of
 from evergrad.loop._session import Session
-from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, sign, signing_key
+from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, run_signing_key, sign, statement
 from evergrad.loop.config import WorthConfig
 from evergrad.types import Verdict, plain
-
-_EFFECT = (
-    *("n", "clusters", "wins", "losses", "score_before", "score_after", "delta", "se", "ci95", "interval"),
-    *("test", "p_value", "holdout", "series", "slices"),
-)
-"""Keys of a verdict's evidence that say what was found."""
 
 
 def certificate_path(run: Path, plan: Plan) -> Path:
@@ -37,15 +30,14 @@ def certify(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Gat
     path = certificate_path(session.folder.path, plan)
     if not path.exists():
         with session.clock.phase("gate"):
-            signed = sign(_content(session, verdict, plan, suites), signing_key())
+            signed = sign(_content(session, verdict, plan, suites), run_signing_key(session.folder.path))
         write_text(path.with_suffix(".html"), render_certificate(signed))
         # Last, for it says that both are there.
         write_json(path, signed)
 
 
 def _content(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[GateSuite]) -> dict[str, Any]:
-    run, evidence = session.folder.path, verdict.evidence
-    versions = {"candidate": verdict.candidate_id, "incumbent": str(verdict.incumbent_id)}
+    run, versions = session.folder.path, (verdict.candidate_id, str(verdict.incumbent_id))
     candidate = session.registry.get(verdict.candidate_id)
     again = shlex.join(["evergrad", "run", str(run / "config.toml"), "--run-dir", f"{run}-again"])
     return {
@@ -54,21 +46,14 @@ def _content(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Ga
         "run": session.config.name,
         "cycle": session.state.cycle,
         "trigger": session.state.trigger,
-        **{f"{role}_id": version_id for role, version_id in versions.items()},
-        "promoted": verdict.promote,
-        "reasons": list(verdict.reasons),
-        "plan": dataclasses.asdict(plan),
+        **statement(verdict, plan),
         "suites": {each.name: _suite(session, each) for each in suites},
-        "effect": {key: evidence[key] for key in _EFFECT if key in evidence},
-        "guards": evidence.get("guards", []),
         "costs": _costs(session.state, verdict, plan.primary, session.config.worth),
         "hashes": {
             "plan": plan.hash,
             "verdict": content_hash(verdict),
-            "reports": evidence["reports"],
-            "weights": {
-                version_id: folder_hash(run / session.registry.get(version_id).weights_uri) for version_id in versions.values()
-            },
+            "reports": verdict.evidence["reports"],
+            "weights": {each: folder_hash(run / session.registry.get(each).weights_uri) for each in versions},
             "recipe": candidate.recipe_hash,
             "configuration": config_hash(run),
             "price_book": plan.price_book,

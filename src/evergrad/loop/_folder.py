@@ -5,6 +5,7 @@ Everything in it is whole or absent: files are written beside their place and re
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fcntl
 import json
@@ -14,6 +15,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
@@ -139,18 +142,82 @@ class RunFolder:
         except (ValueError, RecursionError) as error:
             raise EvergradError(f"not valid TOML: {error}", where=str(path), hint=_ANEW) from error
         # A budget may grow when a run goes on, and figures may go elsewhere; everything else is the recipe, and stays.
-        free = dict.fromkeys(("budget", "sinks"))
-        changed = sorted(differences({**before, **free}, {**resolved, **free}))
-        if changed:
-            raise EvergradError(
-                f"this folder holds a run of another configuration: {', '.join(changed)} changed",
-                where=str(self.path),
-                hint="choose another --run-dir (or remove the folder) to start anew, or undo the change to go on",
-            )
-        write_text(path, text)
+        free = {key: resolved.get(key) for key in ("budget", "sinks")}
+        before = {**before, **free}
+        changed = differences(before, resolved)
+        if not changed:
+            write_text(path, text)
+            return
+        _require_same_recipe(before, resolved, changed, self.path)
+        # The file keeps the keys that it has, for the certificates so far have its hash.
+        write_text(path, _resolved_text({key: value for key, value in before.items() if value is not None}))
 
 
 _ANEW = "put back a copy of this file, or choose another --run-dir to start anew"
+
+
+def _require_same_recipe(before: Mapping[str, Any], now: Mapping[str, Any], changed: set[str], path: Path) -> None:
+    """A key that an earlier version did not know is no change while it has its default.
+
+    Args:
+        before: The resolved configuration of the folder.
+        now: That of this run.
+        changed: Dotted names of what differs between them.
+
+    Raises:
+        EvergradError: the folder holds another recipe, or one that only another version of Evergrad can go on with.
+    """
+    defaults, unknown = _read_today(before)
+    different = changed & (differences(defaults, now) | unknown)
+    new = {name for name in different - unknown if not _has(before, name) and _has(defaults, name)}
+    if different - new - unknown:
+        raise EvergradError(
+            f"this folder holds a run of another configuration: {', '.join(sorted(different))} changed",
+            where=str(path),
+            hint="choose another --run-dir (or remove the folder) to start anew, or undo the change to go on",
+        )
+    if different:
+        told = [
+            f"{who} not know {', '.join(sorted(names))}"
+            for who, names in (("it does", new), ("this one does", unknown))
+            if names
+        ]
+        raise EvergradError(
+            f"this folder was made by another version of Evergrad ({'; '.join(told)})",
+            where=str(path),
+            hint="use that version, or choose another --run-dir",
+        )
+
+
+def _read_today(before: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """A resolved configuration with today's defaults for what it lacks, and the dotted names that are unknown today."""
+    data, unknown = copy.deepcopy(dict(before)), set[str]()
+    try:
+        RunConfig.model_validate(data)
+    except ValidationError as error:
+        errors = error.errors()
+        if any(each["type"] != "extra_forbidden" for each in errors):
+            return data, unknown
+        for each in errors:
+            *parents, last = each["loc"]
+            reduce(getitem, parents, data).pop(last)  # type: ignore[arg-type]
+            unknown.add(".".join(map(str, each["loc"])))
+    try:
+        return RunConfig.model_validate(data).model_dump(mode="json", exclude_none=True), unknown
+    except ValidationError:
+        return data, unknown
+
+
+def _has(data: Any, name: str) -> bool:
+    """
+    >>> _has({"learn": {"lr": 1.0}}, "learn.lr"), _has({"learn": {"lr": 1.0}}, "learn.rl.steps")
+    (True, False)
+    """
+    for key in name.split("."):
+        if not isinstance(data, Mapping) or key not in data:
+            return False
+        data = data[key]
+    return True
 
 
 def read_state(path: Path) -> LoopState:

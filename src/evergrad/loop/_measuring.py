@@ -19,6 +19,7 @@ from evergrad.loop._announcing import (
     report_path,
     stored_report,
     suite_name,
+    verdict_on_record,
     verdicts_before,
     write_plan,
 )
@@ -55,10 +56,12 @@ async def measure(session: Session) -> Stage:
         if rival is not None and GIVEN_UP in after[each.name].outcomes:
             break  # refused already, whatever the guards say
     costs = Costs(task_costs(state, candidate.version_id, primary), task_costs(state, incumbent.version_id, primary))
-    with session.clock.phase("gate"):
-        verdict = gate(
-            after, before, session.config.gate, primary=primary, anchor=anchors, costs=costs, history=history, plan=plan
-        )
+    verdict = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
+    if verdict is None:
+        with session.clock.phase("gate"):
+            verdict = gate(
+                after, before, session.config.gate, primary=primary, anchor=anchors, costs=costs, history=history, plan=plan
+            )
     await _rule(session, candidate, verdict)
     _record_cycle(session, verdict, before, after)
     certify(session, verdict, plan, suites)

@@ -1,10 +1,12 @@
 """Audits a certificate against the run it is about: signature, every hash, the ruling made again, and the traffic since.
 
-Nothing here trusts the certificate: each line is computed from the files of the run and compared with what was signed.
+Nothing here trusts the certificate: each line is computed from the files of the run and compared with what was signed. An
+environment of a file is code of whoever signed, so it is run only for a signer that the auditor named or is.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,15 +14,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evergrad.envs import Taskset
+from evergrad.envs import ENVIRONMENTS, Taskset
 from evergrad.evals import Costs, GateConfig, content_hash, gate, plan_from_json, report_from_json, report_hash, suite_hash
 from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
 from evergrad.loop._folder import read_state
 from evergrad.loop._scores import task_costs
-from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, verify
+from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, own_public_key, statement, verify
 from evergrad.registry import Registry
-from evergrad.types import EvalReport, EvergradError, Verdict, strict_json
+from evergrad.types import EvalReport, EvergradError, Verdict, plain, strict_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -76,18 +78,20 @@ def audit(run: Path, certificate: Mapping[str, Any], public_key: Ed25519PublicKe
     """
     content = certificate["content"]
     by_whom = "by the key given" if public_key else f"by the key it names, {_named_key(certificate)}"
+    known = public_key is not None or _signed_by(certificate, own_public_key())
     findings = [_checked("signature", lambda: _signed(certificate, public_key, by_whom))]
     if findings[0].state is State.FAILS:
         return findings  # what nobody vouches for is not worth comparing
     checks: dict[str, Callable[[], Told]] = {
         "plan": lambda: _same(content["hashes"]["plan"], plan_from_json(content["plan"]).hash),
         "verdict on record": lambda: _same(content["hashes"]["verdict"], content_hash(_recorded(run, content))),
+        "what it says": lambda: _says(run, content),
         "reports": lambda: _reports(run, content),
         "ruling made again": lambda: _ruled_again(run, content),
         "weights": lambda: _weights(run, content),
         "configuration": lambda: _same(content["hashes"]["configuration"], config_hash(run)),
         "price book": lambda: _price_book(run, content),
-        "environment and tasks": lambda: _tasks(content),
+        "environment and tasks": lambda: _tasks(content, known),
         "code": lambda: _noted(content["hashes"]["code"], code_hash()),
         "installation": lambda: _noted(content["installation"], installation()),
         "traffic since": lambda: _traffic(run, content),
@@ -108,6 +112,10 @@ def _checked(name: str, check: Callable[[], Told]) -> Finding:
 def _named_key(certificate: Mapping[str, Any]) -> str:
     signature = certificate.get("signature")
     return str(signature.get("public_key")) if isinstance(signature, Mapping) else "none"
+
+
+def _signed_by(certificate: Mapping[str, Any], key: Ed25519PublicKey | None) -> bool:
+    return key is not None and _named_key(certificate) == base64.b64encode(key.public_bytes_raw()).decode()
 
 
 def _signed(certificate: Mapping[str, Any], public_key: Ed25519PublicKey | None, by_whom: str) -> Told:
@@ -144,6 +152,35 @@ def _recorded(run: Path, content: Mapping[str, Any]) -> Verdict:
             if verdict.evidence.get("plan_hash") == content["hashes"]["plan"]:
                 return verdict
     raise EvergradError(f"the registry has no verdict on {content['candidate_id']} by this plan", where=str(run))
+
+
+def _says(run: Path, content: Mapping[str, Any]) -> Told:
+    """Whether the words and figures for people are those of the verdict on record, its plan and its candidate."""
+    recorded, plan, hashes = _recorded(run, content), plan_from_json(content["plan"]), content["hashes"]
+    with Registry(run / "registry.sqlite") as registry:
+        recipe = registry.get(recorded.candidate_id).recipe_hash
+    found = {
+        **plain(statement(recorded, plan), "null"),
+        "plan": recorded.evidence["plan_hash"],
+        "suites": plan.suites,
+        "reports": recorded.evidence["reports"],
+        "weights": sorted({recorded.candidate_id, str(recorded.incumbent_id)}),
+        "recipe": recipe,
+        "price book": plan.price_book,
+    }
+    said = {
+        **content,
+        "plan": plan.hash,
+        "suites": {name: suite["suite_hash"] for name, suite in content["suites"].items()},
+        "reports": hashes["reports"],
+        "weights": sorted(hashes["weights"]),
+        "recipe": hashes["recipe"],
+        "price book": hashes["price_book"],
+    }
+    wrong = [key for key in found if strict_json(said.get(key)) != strict_json(found[key])]
+    if wrong:
+        return State.FAILS, f"not what is on record: {', '.join(wrong)}"
+    return "as the verdict on record and its plan"
 
 
 def _report_files(run: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, str, str, EvalReport]]:
@@ -213,13 +250,14 @@ def _price_book(run: Path, content: Mapping[str, Any]) -> Told:
     return _same(signed, book.hash if book else "missing from the ledger")
 
 
-def _tasks(content: Mapping[str, Any]) -> Told:
-    """Draws the tasks again and asks the verifier for its fingerprint."""
+def _tasks(content: Mapping[str, Any], known_signer: bool) -> Told:
+    """Draws the tasks again and asks the verifier for its fingerprint, which runs the environment's code."""
     for name, suite in content["suites"].items():
+        if not known_signer and suite["environment"] not in ENVIRONMENTS:
+            return State.NOTE, f"{name}: not drawn again, for that runs {suite['environment']}: give --key"
         taskset, n = Taskset(suite["environment"], suite["settings"]), suite["tasks"]
-        if taskset.fingerprint != suite["fingerprint"]:
-            told = f"{name}: the environment's source or settings have changed since"
-            return State.FAILS, told
+        if (taskset.fingerprint, taskset.contract_hash) != (suite["fingerprint"], suite["contract_hash"]):
+            return State.FAILS, f"{name}: the environment's source or settings have changed since"
         tasks = taskset.tasks("gate", n * (suite["draw"] + 1), seed=suite["seed"])[-n:]
         if suite_hash(tasks, fingerprint=taskset.fingerprint) != suite["suite_hash"]:
             return State.FAILS, f"{name}: other tasks are drawn now"

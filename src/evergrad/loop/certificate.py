@@ -5,38 +5,62 @@ and without spaces, in UTF-8. The signature names the public key; whether that k
 can say (``evergrad audit --key``).
 
 The private key is a PEM file that any other tool reads. It belongs to a person or a machine, not to a run: it lies at
-``$EVERGRAD_SIGNING_KEY``, or else in the user's own configuration, and is made when it is first needed.
+``$EVERGRAD_SIGNING_KEY``, or else in the user's own configuration, and is made when it is first needed. Only where there is
+no home directory to keep it in, it lies in the run folder.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
 import platform
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evergrad.evals import content_hash
-from evergrad.types import EvergradError, InputError, plain, strict_json
+from evergrad.evals import Plan, content_hash
+from evergrad.types import EvergradError, InputError, Verdict, plain, strict_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 KEY_VARIABLE = "EVERGRAD_SIGNING_KEY"
+_KEY_HINT = f"give the path of an Ed25519 key in PEM, or of a file to make, in {KEY_VARIABLE}"
 _ALGORITHM = "Ed25519"
 _PACKAGES = ("evergrad", "numpy", "safetensors", "scipy", "tokenizers", "torch", "transformers")
 _FREE_SETTINGS = ("budget", "sinks")
 """Sections of a configuration that may change while a run goes on, and that no result depends on."""
 
 
+_EFFECT = (
+    *("n", "clusters", "wins", "losses", "score_before", "score_after", "delta", "se", "ci95", "interval"),
+    *("test", "p_value", "holdout", "series", "slices"),
+)
+"""Keys of a verdict's evidence that say what was found."""
+
+
 class CertificateError(EvergradError):
     """A certificate that is broken, or was not signed by whom it should."""
+
+
+def statement(verdict: Verdict, plan: Plan) -> dict[str, Any]:
+    """What a certificate says of a ruling: all of it follows from the verdict and its plan, and can be checked by them."""
+    return {
+        "candidate_id": verdict.candidate_id,
+        "incumbent_id": verdict.incumbent_id,
+        "promoted": verdict.promote,
+        "reasons": list(verdict.reasons),
+        "plan": dataclasses.asdict(plan),
+        "effect": {key: verdict.evidence[key] for key in _EFFECT if key in verdict.evidence},
+        "guards": verdict.evidence.get("guards", []),
+    }
 
 
 def sign(content: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]:
@@ -88,16 +112,38 @@ def signing_key(path: Path | None = None) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     path = path or key_path()
-    hint = f"give the path of an Ed25519 key in PEM, or of a file to make, in {KEY_VARIABLE}"
     try:
         if not path.exists():
             _make_key(path)
         key = load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"no key to sign certificates with: {error}", where=str(path), hint=hint) from error
+        raise InputError(f"no key to sign certificates with: {error}", where=str(path), hint=_KEY_HINT) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise InputError("the key to sign certificates with is not Ed25519", where=str(path), hint=hint)
+        raise InputError("the key to sign certificates with is not Ed25519", where=str(path), hint=_KEY_HINT)
+    _write_public_half(path, key)
     return key
+
+
+def run_signing_key(run: Path, tell: Callable[[str], None] = lambda text: None) -> Ed25519PrivateKey:
+    """The key for the certificates of the run in ``run``: the user's own, as :func:`signing_key` gives it.
+
+    Where the home directory is missing, read-only or holds no key that can be read, the run folder keeps one, which all later
+    certificates of this run are signed with; ``tell`` hears of it once, when it is made.
+
+    Raises:
+        InputError: the key that ``EVERGRAD_SIGNING_KEY`` names cannot be used.
+    """
+    if os.environ.get(KEY_VARIABLE):
+        return signing_key()
+    own = run / "signing-key.pem"
+    if own.exists():
+        return signing_key(own)
+    try:
+        return signing_key()
+    except InputError as error:
+        key = signing_key(own)
+        tell(f"certificates of this run are signed with a key of its own, {own} ({error.what})")
+        return key
 
 
 def public_key(path: Path) -> Ed25519PublicKey:
@@ -119,16 +165,32 @@ def public_key(path: Path) -> Ed25519PublicKey:
     return key
 
 
+def own_public_key() -> Ed25519PublicKey | None:
+    """The public half of the user's own key; ``None`` where there is none yet or it cannot be read."""
+    try:
+        path = key_path()
+        return signing_key(path).public_key() if path.is_file() else None
+    except (InputError, OSError):
+        return None
+
+
 def key_path() -> Path:
-    """``$EVERGRAD_SIGNING_KEY`` or ``~/.config/evergrad/signing-key.pem``."""
+    """``$EVERGRAD_SIGNING_KEY`` or ``~/.config/evergrad/signing-key.pem``.
+
+    Raises:
+        InputError: there is no home directory.
+    """
     chosen = os.environ.get(KEY_VARIABLE)
-    return Path(chosen).expanduser() if chosen else Path.home() / ".config" / "evergrad" / "signing-key.pem"
+    try:
+        return Path(chosen).expanduser() if chosen else Path.home() / ".config" / "evergrad" / "signing-key.pem"
+    except RuntimeError as error:
+        raise InputError(f"no key to sign certificates with: {error}", hint=_KEY_HINT) from error
 
 
 def _make_key(path: Path) -> None:
-    """Puts a new key at ``path``, whole and unreadable for others, unless another process was first; then its public half."""
+    """Puts a new key at ``path``, whole and unreadable for others, unless another process was first."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     key = Ed25519PrivateKey.generate()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,14 +200,20 @@ def _make_key(path: Path) -> None:
             file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
             file.flush()
             os.fsync(file.fileno())
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(beside, path)
-        except FileExistsError:
-            return
-        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        path.with_name(f"{path.name}.pub").write_bytes(public)
     finally:
         os.unlink(beside)
+
+
+def _write_public_half(path: Path, key: Ed25519PrivateKey) -> None:
+    """Puts the public half beside the key at ``path``, unless it is there; a folder of secrets that is read-only has none."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    beside = path.with_name(f"{path.name}.pub")
+    with contextlib.suppress(OSError):
+        if not beside.exists():
+            beside.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
 
 
 # -- hashes of what a verdict rests on -----------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from evergrad.loop._reporting import rebuild_report, report
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop._watching import begin_next_cycle, watch
+from evergrad.loop.certificate import run_signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.loop.placement import WorkerDied
 from evergrad.loop.report import read_report
@@ -58,6 +59,7 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     folder = RunFolder(run_dir or Path("runs") / config.name, config)
     try:
         check_folder(folder)
+        run_signing_key(folder.path, lambda text: console.note(text, whole=True))
         finished = _finished(config, folder)
         if finished is None:
             asyncio.run(_run(config, folder, console))
