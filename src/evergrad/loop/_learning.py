@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from operator import methodcaller
 from random import Random
 from typing import Any
 
@@ -167,11 +168,14 @@ def _require_finite(session: Session) -> None:
     Raises:
         EvergradError: each of the last ``NONFINITE_STEPS`` steps left all its updates out.
     """
-    latest = session.state.steps[::-1]
+
+    def in_a_row(holds: Callable[[dict[str, Any]], bool]) -> int:
+        return sum(1 for _ in takewhile(holds, reversed(session.state.steps)))
+
     for key, what in (("skipped_nonfinite", "an update"), ("critic_skipped", "an update of the critic")):
-        if sum(1 for _ in takewhile(lambda step, key=key: step.get(key), latest)) == 1:
+        if in_a_row(methodcaller("get", key)) == 1:
             session.event(f"{what} was left out: its gradient is not finite, and the weights are as before it")
-    lost = sum(1 for _ in takewhile(lambda step: step.get("skipped_nonfinite") and not step["updated"], latest))
+    lost = in_a_row(lambda step: bool(step.get("skipped_nonfinite")) and not step["updated"])
     if lost >= NONFINITE_STEPS:
         raise EvergradError(
             f"{lost} steps in a row had a gradient that is not finite; nothing is being learned",
