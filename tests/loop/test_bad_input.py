@@ -40,7 +40,7 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("group_size = 4", "group_size = 1", ["group_size >= 2"]),
         ("[learn.rl]", "[learn.rl]\ntemperature = 0", ["temperature 0 is greedy", "set 1.0"]),
         ("[learn.rl]", "[learn.rl]\ntop_p = 0.9", ["top_p samples from a part", "leave top_p out"]),
-        ("lr = 1e-3", "lr = 1e-3\noverlong = { longest = 900, margin = 9 }", ["overlong", "no rollout is longer", "at most"]),
+        ("lr = 1e-3", "lr = 1e-3\noverlong = { max_length = 900, cache = 9 }", ["overlong", "no rollout is longer", "at most"]),
         (
             "lr = 1e-3",
             'lr = 1e-3\nmax_off_policy_steps = 1\nloss = { name = "ppo", options = { anchor = "proximal" } }',
@@ -68,10 +68,10 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("lr = 1e-3", 'lr = 1e-3\nupdates = { epochs = 2 }\nloss = { name = "cross_entropy" }', ["takes no ratio", "ppo"]),
         ("lr = 1e-3", "lr = 1e-3\nupdates = { mini_batches = 5 }", ["updates.mini_batches = 5", "groups_per_step"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"', ["ignores the reward", "group_mean"]),
-        ("lr = 1e-3", "lr = 1e-3\noverlong = { longest = 8, margin = 9 }", ["overlong", "set it to 8 at most"]),
+        ("lr = 1e-3", "lr = 1e-3\noverlong = { max_length = 8, cache = 9 }", ["overlong", "set it to 8 at most"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "generalized"', ["a critic's values", "[critic] table", "reinforce_pp"]),
         ("[placement]", "[critic]\n[placement]", ["no stage would ask the critic", "generalized"]),
-        ("lr = 1e-3", "lr = 1e-3\ngae = { decay = 0.9 }", ["does not read gae", "generalized"]),
+        ("lr = 1e-3", "lr = 1e-3\ngae = { lam = 0.9 }", ["does not read gae", "generalized"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "reinforce_pp"\nreplace_groups = 2', ["replace_groups = 0", "group_mean"]),
         (
             "groups_per_step = 4\ngroup_size = 4",

@@ -16,7 +16,7 @@ from tests.loop.test_resume import finish, wait_for, weights_hash
 PPO_WITH_A_CRITIC = """lr = 1e-3
 advantage = "generalized"
 updates = { epochs = 2, mini_batches = 2 }
-overlong = { longest = 40, margin = 39 }
+overlong = { max_length = 40, cache = 39 }
 loss = { name = "ppo", options = { anchor = "proximal", correction = { cap = 2.0 } } }
 
 [critic]

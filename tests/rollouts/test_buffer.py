@@ -189,7 +189,7 @@ async def test_compared_with_the_batch_a_group_of_equal_rewards_says_something()
         estimator="reinforce_pp",
         resamples_per_batch=3,
         flat_batches_allowed=0,
-        overlong=OverlongConfig(longest=4, margin=4),
+        overlong=OverlongConfig(max_length=4, cache=4),
     )
     for step, rewards in enumerate(([1.0, 0.0, 0.0, 0.0], [1.0] * 4)):
         for reward in rewards:

@@ -157,16 +157,16 @@ def test_groups_that_tell_nothing_or_are_broken_have_a_named_outcome(name: str) 
 @given(
     steps=st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), max_size=8),
     discount=st.sampled_from([1.0, 0.9]),
-    decay=st.sampled_from([0.0, 0.95, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
 )
 def test_generalized_advantages_are_the_sum_of_later_errors(
-    steps: list[tuple[float, float]], discount: float, decay: float
+    steps: list[tuple[float, float]], discount: float, lam: float
 ) -> None:
     rewards, values = [r for r, _ in steps], [v for _, v in steps]
-    gae = GaeConfig(discount=discount, decay=decay)
+    gae = GaeConfig(discount=discount, lam=lam)
     errors = [r + discount * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=bool(steps))]
     expected = [
-        sum((discount * decay) ** (later - t) * errors[later] for later in range(t, len(errors))) for t in range(len(errors))
+        sum((discount * lam) ** (later - t) * errors[later] for later in range(t, len(errors))) for t in range(len(errors))
     ]
     found = generalized_advantages(rewards, values, gae)
     assert found == pytest.approx(expected, abs=1e-9)
@@ -180,7 +180,7 @@ def test_a_rollout_is_appraised_over_all_its_samples_and_reached_by_its_reward_a
     assert [sample.rewards for sample in samples] == [(0.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.0)]
     batch = TrainingBatch((samples[0], samples[2], samples[1]), 4)
     nan = math.nan  # what a critic says where the mask is 0 means nothing
-    found = appraise(batch, [(nan, 0.2, 0.4), (nan, -0.3), (nan, nan, 0.6)], GaeConfig(discount=0.5, decay=0.5))
+    found = appraise(batch, [(nan, 0.2, 0.4), (nan, -0.3), (nan, nan, 0.6)], GaeConfig(discount=0.5, lam=0.5))
     third = 1.0 - 0.6
     second = 0.5 * 0.6 - 0.4 + 0.25 * third
     first = 0.5 * 0.4 - 0.2 + 0.25 * second
@@ -208,7 +208,7 @@ def test_turn_by_turn_the_walk_has_one_step_a_turn() -> None:
     group = RolloutGroup("g", (rollout("a", turns, 1.0),))
     samples = cut_samples(group, "generalized", oldest_version=None).samples
     values = [(0.0, 0.2, 7.0, 0.0, 0.6)]
-    (found,) = appraise(TrainingBatch(samples, 3), values, GaeConfig(step="turn", decay=0.5)).samples
+    (found,) = appraise(TrainingBatch(samples, 3), values, GaeConfig(step="turn", lam=0.5)).samples
     second = 1.0 - 0.6
     first = 0.6 - 0.2 + 0.5 * second
     assert found.returns == pytest.approx((0.0, first + 0.2, first + 0.2, 0.0, 1.0))
@@ -219,19 +219,19 @@ def test_turn_by_turn_the_walk_has_one_step_a_turn() -> None:
 
 
 def test_the_price_on_length_falls_in_a_line() -> None:
-    price = OverlongConfig(longest=100, margin=40)
+    price = OverlongConfig(max_length=100, cache=40)
     assert [price.penalty(n) for n in (0, 60, 70, 100, 1000)] == [0.0, 0.0, -0.25, -1.0, -1.0]
     with pytest.raises(ValueError, match="greater than or equal to 1"):
-        OverlongConfig(longest=10, margin=0)
+        OverlongConfig(max_length=10, cache=0)
     with pytest.raises(ValueError, match="set it to 10 at most"):
-        OverlongConfig(longest=10, margin=11)
+        OverlongConfig(max_length=10, cache=11)
 
 
 def test_length_is_priced_before_advantages_are_taken() -> None:
     short, long = (turn((1,), (2, 3)),), (turn((1,), (2, 3)), turn((1, 2, 3, 9), (4, 5, 6)))
     group = RolloutGroup("g", (rollout("a", short, 1.0), rollout("b", long, 1.0)))
     assert not any(any(sample.advantages) for sample in assign_advantages(group))
-    cut = cut_samples(group, "group_mean", oldest_version=None, overlong=OverlongConfig(longest=6, margin=4))
+    cut = cut_samples(group, "group_mean", oldest_version=None, overlong=OverlongConfig(max_length=6, cache=4))
     # Two tokens cost nothing; five, over two turns, cost 3/4.
     assert [max(sample.advantages, key=abs) for sample in cut.samples] == [0.375, -0.375]
 

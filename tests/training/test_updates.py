@@ -78,7 +78,7 @@ def test_several_updates_are_single_ones_with_the_policy_before_them_as_proximal
         ]
         assert figures["updated"] == 4
         assert figures["gradient_tokens"] == sum(each["gradient_tokens"] for each in alone)
-        assert figures["sampled_tokens"] == batch.num_valid_tokens
+        assert figures["valid_tokens"] == batch.num_valid_tokens
         assert figures["grad_norm"] == pytest.approx(max(each["grad_norm"] for each in alone), abs=1e-9)
         assert figures["loss"] == pytest.approx(sum(each["loss"] for each in alone) / 4, abs=1e-9)
     assert_close(weights(at_once), weights(by_hand), 1e-9)

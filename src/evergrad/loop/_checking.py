@@ -134,11 +134,11 @@ def _check_lengths(config: RunConfig, deployed: list[dict[str, Any]]) -> None:
             continue
         limits = Taskset(config.environment.name, settings).tasks("train", 1, config.seed)[0].limits
         most = limits.max_turns * limits.max_tokens_per_turn
-        if rl.overlong.longest - rl.overlong.margin >= most:
+        free = rl.overlong.max_length - rl.overlong.cache
+        if free >= most:
             raise InputError(
-                f"rl.overlong takes nothing up to {rl.overlong.longest - rl.overlong.margin} tokens, and no rollout is longer "
-                f"than {most}",
-                hint=f"set rl.overlong.longest to {most} at most, or leave it out",
+                f"rl.overlong takes nothing up to {free} tokens, and no rollout is longer than {most}",
+                hint=f"set rl.overlong.max_length to {most} at most, or leave it out",
             )
 
 

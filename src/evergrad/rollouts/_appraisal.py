@@ -24,7 +24,7 @@ def appraise(batch: TrainingBatch, values: Sequence[Sequence[float]], gae: GaeCo
     Args:
         batch: Samples with ``rewards``, as estimator ``generalized`` cuts them; those of a rollout in the order of its turns.
         values: The critic's value before each token of each sample; read where the mask is 1.
-        gae: Discount and decay.
+        gae: Discount and λ.
 
     Raises:
         EvergradError: a sample without ``rewards``, or values of another shape.

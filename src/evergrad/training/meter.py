@@ -77,7 +77,7 @@ class Meter:
             sums.add(each)
         metrics = {
             "loss": sums.loss,
-            "sampled_tokens": float(self._batch.num_valid_tokens),
+            "valid_tokens": float(self._batch.num_valid_tokens),
             "gradient_tokens": float(sums.tokens),
             "trained_tokens": float(sums.nodes),
             "batch_tokens": float(sum(len(sample.token_ids) for sample in self._batch.samples)),

@@ -5,7 +5,7 @@ gradient and of its optimizer state. Before a layer computes, its parameters are
 in the backward pass its gradient is added up over ranks and each keeps its part. With tensor parallelism a group of ranks
 computes the same samples, each with some of the heads and of the inner width of every layer.
 
-Ranks are numbered by their share of the batch first: ``rank = share · tensor_parallel + place in the layer``.
+Ranks are numbered by the mesh ``(fsdp, tp)``: ``rank = place in fsdp · tensor_parallel + place in tp``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ShardedRanks(Ranks):
             world_size=config.ranks,
         )
         shape = (config.ranks // config.tensor_parallel, config.tensor_parallel)
-        self._mesh: DeviceMesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("share", "layer"))
+        self._mesh: DeviceMesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("fsdp", "tp"))
         # Objects travel on the CPU also where gradients are on GPUs. Checkpoints have a group of their own, as they are
         # written while other operations go on.
         self.objects: dist.ProcessGroup = dist.new_group(backend="gloo")
@@ -99,13 +99,13 @@ class ShardedRanks(Ranks):
             TrainerError: its layers cannot be split by ``tensor_parallel``.
         """
         if self._config.tensor_parallel > 1:
-            split_layers(model, self._mesh["layer"])
+            split_layers(model, self._mesh["tp"])
         layers = set(model._no_split_modules or ())
         for module in list(model.modules()):
             if type(module).__name__ in layers:
-                fully_shard(module, mesh=self._mesh["share"])
+                fully_shard(module, mesh=self._mesh["fsdp"])
         # What is left, the embeddings and the last norm, is gathered for the whole of a pass.
-        fully_shard(model, mesh=self._mesh["share"])
+        fully_shard(model, mesh=self._mesh["fsdp"])
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses divide by what the whole batch holds, so that gradients add up; FSDP would divide once more.
@@ -124,9 +124,9 @@ class ShardedRanks(Ranks):
         return score
 
     def share(self, trained: Sequence[TrainedTokens], max_nodes: int, *, keep: Together | None = None) -> Share:
-        count = self._mesh["share"].size()
+        count = self._mesh["fsdp"].size()
         shares = deal(trained, max_nodes, count, keep=keep)
-        own = shares[self._mesh.get_local_rank("share")]
+        own = shares[self._mesh.get_local_rank("fsdp")]
         missing = max(map(len, shares)) - len(own)
         if not missing:
             return Share([grow(items) for items in own])

@@ -180,7 +180,7 @@ class Trainer:
         into micro-batches and dealt over ranks. To cut it into several calls, give each ``num_valid_tokens`` and
         ``num_rollouts`` of the whole.
 
-        Metrics: ``loss``; ``sampled_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
+        Metrics: ``loss``; ``valid_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
         ``micro_batches``; for losses of sampled tokens also ``ratio_mean``, ``ratio_max_error`` (largest |π/μ − 1|) and
         ``mismatch_kl`` (of behaviour and current policy, per trained token); and the loss's own figures, such as

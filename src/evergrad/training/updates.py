@@ -81,6 +81,6 @@ def merged(reports: Sequence[Mapping[str, float]], batch: TrainingBatch) -> dict
             found[name] = max(values)
         else:
             found[name] = sum(values) if name in _SUMMED else sum(values) / len(values)
-    found["sampled_tokens"] = float(batch.num_valid_tokens)
+    found["valid_tokens"] = float(batch.num_valid_tokens)
     found["batch_tokens"] = float(sum(len(sample.token_ids) for sample in batch.samples))
     return found

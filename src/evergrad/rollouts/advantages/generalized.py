@@ -15,10 +15,10 @@ class GaeConfig(Config):
 
     step: Literal["token", "turn"] = "token"
     """What one step of the walk is. Of a turn, the value before its first token counts, and all its tokens share one advantage:
-    discount and decay are then per turn, whatever its length."""
+    discount and λ are then per turn, whatever its length."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """γ: what a reward one step later is worth."""
-    decay: float = Field(default=1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
     """λ: 1 trusts the rewards alone, 0 the critic alone. Of a reward at the end of a rollout of n steps, ``λⁿ`` reaches the
     first."""
 
@@ -34,13 +34,13 @@ def generalized_advantages(rewards: Sequence[float], values: Sequence[float], ga
     Raises:
         ValueError: lengths differ.
 
-    >>> generalized_advantages([0.0, 1.0], [0.5, 0.5], GaeConfig(decay=0.5))
+    >>> generalized_advantages([0.0, 1.0], [0.5, 0.5], GaeConfig(lam=0.5))
     [0.25, 0.5]
     """
     advantages: list[float] = []
     running, after = 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        running = reward + gae.discount * after - value + gae.discount * gae.decay * running
+        running = reward + gae.discount * after - value + gae.discount * gae.lam * running
         advantages.append(running)
         after = value
     return advantages[::-1]
