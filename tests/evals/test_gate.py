@@ -229,10 +229,9 @@ def test_the_cost_of_a_success_can_be_limited() -> None:
     names = list(candidate[SUITE].scores)
     cheap, dear = dict.fromkeys(names, 0.01), dict.fromkeys(names, 0.02)
     config = GateConfig(max_cost_increase=0.1)
-    promoted = gate(candidate, incumbent, config, costs=Costs(cheap, cheap, training_usd=500))
+    promoted = gate(candidate, incumbent, config, costs=Costs(cheap, cheap))
     assert promoted.promote
     assert promoted.evidence["costs"]["cost_per_success_ratio"] == pytest.approx(0.825 / 0.925)
-    assert promoted.evidence["costs"]["training_usd"] == 500
     refused(gate(candidate, incumbent, config, costs=Costs(dear, cheap)), "cost per success is 1.784 times the incumbent's")
     refused(gate(candidate, incumbent, config), "a limit on cost is set, but no costs are given")
     unpriced = {**cheap, "t5": None}
@@ -332,6 +331,12 @@ def test_e_values_rule_where_they_are_asked_for() -> None:
     assert graded.evidence["series"]["e_value"] == pytest.approx(betting_e_process([0.2] * 120)[-1])
     beyond = {name: 20 * score for name, score in after.items()}
     refused(gate({SUITE: report("new", beyond)}, {SUITE: report("old", before)}, config), "no e-value: difference")
+
+
+def test_a_clear_win_is_promoted_under_e_values_too() -> None:
+    config = GateConfig(series="e_lond")
+    assert gate(*pair(2000, 0, 2000), config).promote
+    refused(gate(*pair(0, 2000, 2000), config), "falls by 1.0000")
 
 
 def test_a_candidate_that_was_given_up_is_refused_and_counts_as_a_try_without_hope() -> None:

@@ -75,7 +75,6 @@ def test_bets_by_hand() -> None:
     # stake 0.25 / (3/16 + 1/16) = 1, which is the most that is allowed.
     bettor = Bettor()
     assert [bettor.see(value) for value in (1.0, 1.0, -1.0)] == pytest.approx([1.0, 1.5, 0.75])
-    assert bettor.highest == 1.5
 
 
 def test_harm_is_seen_and_dated() -> None:
@@ -94,3 +93,13 @@ def test_harm_is_seen_and_dated() -> None:
             betting_e_process([bad])
     with pytest.raises(EvalError, match="threshold"):
         Bettor(1.0)
+
+
+def test_a_win_that_no_float_could_hold_is_a_finite_one() -> None:
+    value = mixture_e_value(2000, 0)
+    assert math.isfinite(value)
+    assert mixture_e_value(900, 0) <= value
+    path = betting_e_process([1.0] * 4000)
+    assert math.isfinite(path[-1])
+    assert path == sorted(path)
+    assert betting_e_process([1.0] * 4000 + [-1.0])[-1] < path[-1], "and may still be lost again"

@@ -42,8 +42,6 @@ class Costs:
 
     candidate: Mapping[str, Decimal | float | None]
     incumbent: Mapping[str, Decimal | float | None]
-    training_usd: Decimal | float | None = None
-    """What making the candidate cost; goes into the evidence."""
 
 
 def gate(
@@ -278,8 +276,6 @@ def _compared(pairs: PairedDifference, before: EvalReport, after: EvalReport, se
 
 def _rule_costs(ruling: Ruling, suite: str, candidate: Reports, incumbent: Reports, costs: Costs | None) -> None:
     limit = ruling.config.max_cost_increase
-    if costs is not None and costs.training_usd is not None:
-        ruling.evidence["costs"] = {"training_usd": costs.training_usd}
     if limit is None:
         return
     if costs is None:
@@ -298,7 +294,6 @@ def _rule_costs(ruling: Ruling, suite: str, candidate: Reports, incumbent: Repor
     except (EvalError, ZeroDivisionError):
         ratio = upper = math.inf
     ruling.evidence["costs"] = {
-        **ruling.evidence.get("costs", {}),
         "cost_per_success_ratio": ratio if math.isfinite(ratio) else None,
         "upper_bound": upper if math.isfinite(upper) else None,
         "limit": 1 + limit,

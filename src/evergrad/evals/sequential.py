@@ -25,6 +25,9 @@ from dataclasses import dataclass
 
 from evergrad.evals.evaluation import EvalError, GiveUp
 
+_LARGEST_LOG = 700.0
+"""Where e-values end, just short of what a float holds; a smaller one than earned is valid evidence still."""
+
 
 def mixture_e_value(wins: int, losses: int) -> float:
     """E-value of the hypothesis that a win is no likelier than a loss; ties are left out.
@@ -40,7 +43,7 @@ def mixture_e_value(wins: int, losses: int) -> float:
         raise EvalError(f"{wins} wins and {losses} losses", hint="count each pair once")
     log_e = (wins + losses + 1) * math.log(2) + betaln(wins + 1, losses + 1)
     above = float(betaincc(wins + 1, losses + 1, 0.5))
-    return math.exp(log_e + math.log(above)) if above > 0 else 0.0
+    return math.exp(min(_LARGEST_LOG, log_e + math.log(above))) if above > 0 else 0.0
 
 
 def betting_e_process(differences: Iterable[float], *, threshold: float = 0.0) -> list[float]:
@@ -72,7 +75,6 @@ class Bettor:
         if not -1 < threshold < 1:
             raise EvalError(f"threshold {threshold} is no mean difference of scores", hint="give a number between -1 and 1")
         self.value = 1.0
-        self.highest = 1.0
         self._mean = (1 + threshold) / 2
         self._n, self._sum, self._squares = 1, self._mean, 0.25
 
@@ -81,8 +83,7 @@ class Bettor:
         if not -1 <= difference <= 1:
             raise EvalError(f"difference {difference} is outside of [-1, 1]", hint="scores must lie between 0 and 1")
         observed = (difference + 1) / 2
-        self.value *= 1 + self._stake() * (observed - self._mean)
-        self.highest = max(self.highest, self.value)
+        self.value = min(math.exp(_LARGEST_LOG), self.value * (1 + self._stake() * (observed - self._mean)))
         before = self._sum / self._n
         self._n, self._sum = self._n + 1, self._sum + observed
         self._squares += (observed - before) * (observed - self._sum / self._n)

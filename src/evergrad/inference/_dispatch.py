@@ -18,6 +18,8 @@ from evergrad.types import Completion, FinishReason, Sampling
 BLOCK_TOKENS = 16
 MAX_TRIES = 5
 """Replicas that may fail one request before it is given up: it may be the request that fails them."""
+_EARLY_S = 1e-3
+"""A timer may fire a moment before its time."""
 REMEMBERED = 100_000
 """Sessions and groups whose place is remembered."""
 
@@ -31,8 +33,8 @@ class Dispatcher:
         self.pins: dict[str, str] = {}
         """Lockstep sessions to their replica."""
         self.index = PrefixIndex(BLOCK_TOKENS)
-        self.stranded: dict[Request, None] = {}
-        """Requests for which no replica is ready."""
+        self.stranded: dict[Request, float] = {}
+        """Requests for which no replica is ready, and since when."""
         self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
         """(``session`` or ``group``, its id) to the replica where it was last, or began."""
         self._first_turns = self._later_turns = 0
@@ -76,14 +78,16 @@ class Dispatcher:
 
     async def _admission(self, request: Request) -> Replica:
         """The replica that has room for the request; it is on that replica's books by then."""
-        admitted: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        admitted: asyncio.Future[Replica] = loop.create_future()
         request.admitted = admitted
         try:
             self._place(request)
             while not admitted.done():
-                await asyncio.wait({admitted}, timeout=self._patience_s)
-                if request in self.stranded:
+                left = self.stranded.get(request, loop.time()) + self._patience_s - loop.time()
+                if left < _EARLY_S:
                     raise self._nobody(request)
+                await asyncio.wait({admitted}, timeout=left)
             return admitted.result()
         except BaseException:
             self._withdraw(request)
@@ -99,8 +103,9 @@ class Dispatcher:
         """Puts the request on the books of the replica that the rule chooses, and sends it or queues it there."""
         replica = self._choose(request)
         if replica is None:
-            self.stranded[request] = None
+            self.stranded.setdefault(request, asyncio.get_running_loop().time())
             return
+        self.stranded.pop(request, None)
         self._assign(request, replica)
         if replica.has_room or request.session in self.pins:
             self._send(request, replica)
@@ -108,8 +113,7 @@ class Dispatcher:
             replica.enqueue(request)
 
     def place_stranded(self) -> None:
-        stranded, self.stranded = self.stranded, {}
-        for request in stranded:
+        for request in list(self.stranded):
             self._place(request)
 
     def _choose(self, request: Request) -> Replica | None:
@@ -123,7 +127,7 @@ class Dispatcher:
             return ready[0]
         count = len(request.prompt) + len(request.token_ids)
         # The last token is always computed, since what follows it is not cached.
-        most, found = (count - 1) // BLOCK_TOKENS, dict[str, int]()
+        most, found = max(0, count - 1) // BLOCK_TOKENS, dict[str, int]()
         chains = {version: self._chain(request, version) for version in {each.policy_version for each in ready}}
         for version, chain in chains.items():
             depths = self.index.match(chain)
@@ -195,7 +199,7 @@ class Dispatcher:
             return
         if not isinstance(error, EngineUnavailable):
             raise error
-        self._suspect(replica, error)
+        self.suspect(replica, error)
         request.errors.append(error)
         if len(request.errors) >= MAX_TRIES:
             raise EngineUnavailable(f"given up after {MAX_TRIES} tries; the last one: {error}") from error
@@ -256,7 +260,7 @@ class Dispatcher:
             self._assign(request, replica)
             self._send(request, replica)
 
-    def _suspect(self, replica: Replica, error: EngineError) -> None:
-        """A request failed for the replica's sake: it gets no other until it has said that it is well."""
+    def suspect(self, replica: Replica, error: EngineError) -> None:
+        """Something failed for the replica's sake: it gets no request until it has said that it is well."""
         if replica.state is State.READY:
             self.fall(replica, str(error))

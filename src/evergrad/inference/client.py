@@ -14,7 +14,8 @@ import httpx
 from evergrad.inference.config import EngineError, EngineUnavailable
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Usage
 
-_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+_LOAD = {"running": int, "waiting": int, "preemptions": int, "kv_usage": float, "kv_cache_tokens": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,12 @@ class EngineClient:
 
         ``load`` has the rows ``running`` and ``waiting``, ``preemptions`` so far, ``kv_usage`` (share of the cache that rows
         hold) and ``kv_cache_tokens`` (its size)."""
-        return await self._send("GET", "/health", None, timeout=5.0)
+        answer = await self._send("GET", "/health", None, timeout=5.0)
+        try:
+            load = {key: read(answer["load"][key]) for key, read in _LOAD.items()}
+            return {**answer, "policy_version": int(answer["policy_version"]), "load": load}
+        except _UNREADABLE as error:
+            raise EngineError(f"the engine's answer cannot be read: {error!r}", where=f"{self.base_url}/health") from error
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -223,13 +229,17 @@ class EngineClient:
             answer = response.json()
         except ValueError as error:
             raise EngineError(f"status {response.status_code}, not JSON", where=f"{self.base_url}{path}") from error
+        if not isinstance(answer, dict):
+            raise EngineError(f"status {response.status_code}, no JSON object", where=f"{self.base_url}{path}")
         if response.status_code != 200:
             raise _refusal(answer, response.status_code, f"{self.base_url}{path}")
-        return dict(answer)
+        return answer
 
 
 def _refusal(answer: Mapping[str, Any], status: int, where: str) -> EngineError:
     detail = answer.get("error", answer)
+    if not isinstance(detail, Mapping):
+        detail = {"message": detail}
     message = detail.get("message") if "message" in detail else detail.get("reason")
     # A model that gives no numbers would give none elsewhere: the weights are the same.
     elsewhere = status == 503 and detail.get("code") != "model_failed"

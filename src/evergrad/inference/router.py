@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from evergrad.inference._dispatch import BLOCK_TOKENS, Dispatcher
 from evergrad.inference._replica import Replica, ReplicaClient, State
@@ -31,6 +31,7 @@ SILENT_LOOKS = 3
 LOGPROB_TOLERANCE = 1e-3
 """Nats by which replicas of one version may differ."""
 
+T = TypeVar("T")
 Bring = Callable[[ReplicaClient], Awaitable[dict[str, Any]]]
 
 
@@ -97,11 +98,15 @@ class Router:
         Raises:
             EngineError: there is no such replica.
         """
-        replica = self._find(name)
-        self._watches.pop(name).cancel()
+        replica, watch = self._find(name), self._watches.pop(name, None)
+        if watch is None:
+            return  # another removal is at it
+        watch.cancel()
         await self._lose(replica, "removed")
         del self._replicas[name]
         self._index.remove(name)
+        if replica.leaving is not None:
+            replica.leaving.set()
         await replica.client.close()
 
     async def drain(self, name: str) -> None:
@@ -179,6 +184,44 @@ class Router:
             attempt.cancel()
         self._index.clear(replica.name)
 
+    # ---- questions to all
+
+    async def _ask(self, replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
+        """One call, which is waited for no longer than the replica lasts.
+
+        Raises:
+            EngineUnavailable: the replica is lost, or is by the time that it should answer.
+        """
+        if replica.lost:
+            raise EngineUnavailable(replica.reason)
+        asked = asyncio.ensure_future(call(replica))
+        replica.attempts.add(asked)
+        try:
+            await asyncio.wait({asked})
+        finally:
+            replica.attempts.discard(asked)
+            asked.cancel()
+        if asked.cancelled():
+            raise EngineUnavailable(f"{replica.name} was lost meanwhile: {replica.reason}")
+        return asked.result()
+
+    async def _ask_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]]) -> dict[Replica, T]:
+        """The answers of those that can be reached; the others get no requests until they have said that they are well.
+
+        Raises:
+            EngineError: one of them refuses.
+        """
+        answers = await asyncio.gather(*(self._ask(each, call) for each in replicas), return_exceptions=True)
+        found: dict[Replica, T] = {}
+        for replica, answer in zip(replicas, answers, strict=True):
+            if isinstance(answer, EngineUnavailable):
+                self._dispatcher.suspect(replica, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[replica] = answer
+        return found
+
     # ---- lockstep sessions
 
     async def open_sessions(self, session_ids: Iterable[str]) -> None:
@@ -196,12 +239,14 @@ class Router:
         per_replica: dict[str, list[str]] = {}
         for session, group in groups.items():
             per_replica.setdefault(dealt[group], []).append(session)
-        await asyncio.gather(*(self._open(self._replicas[name], each) for name, each in per_replica.items()))
-
-    async def _open(self, replica: Replica, session_ids: Sequence[str]) -> None:
-        await replica.client.open_sessions(session_ids)
-        replica.pinned.update(session_ids)
-        self._pins.update(dict.fromkeys(session_ids, replica.name))
+        asked = [self._replicas[name] for name in per_replica]
+        opened = await self._ask_all(asked, lambda each: each.client.open_sessions(per_replica[each.name]))
+        if per_replica and not opened:
+            raise EngineUnavailable("no replica could be reached to open sessions at")
+        for name, own in per_replica.items():
+            # Also where nobody answered: when that replica is lost, its sessions move like all that were open there.
+            self._replicas[name].pinned.update(own)
+            self._pins.update(dict.fromkeys(own, name))
 
     async def close_sessions(self, session_ids: Iterable[str]) -> int:
         """Stops waiting for them; returns how often replicas went on without an open session so far."""
@@ -213,8 +258,9 @@ class Router:
                 self._replicas[name].leave(session)
                 self._replicas[name].note_idle()
                 per_replica.setdefault(name, []).append(session)
-        misses = await asyncio.gather(*(self._replicas[name].client.close_sessions(each) for name, each in per_replica.items()))
-        return sum(misses)
+        asked = [self._replicas[name] for name in per_replica]
+        misses = await self._ask_all(asked, lambda each: each.client.close_sessions(per_replica[each.name]))
+        return sum(misses.values())
 
     def take_lockstep_misses(self) -> int:
         """As of one engine, over all replicas; a session that had to move counts as one."""
@@ -264,7 +310,9 @@ class Router:
     async def _change(self, policy_version: int, bring: Bring) -> dict[str, Any]:
         async with self._weights:
             replicas = list(self._replicas.values())
-            results = await asyncio.gather(*(self._bring_to(each, bring) for each in replicas), return_exceptions=True)
+            results = await asyncio.gather(
+                *(self._ask(each, lambda replica: bring(replica.client)) for each in replicas), return_exceptions=True
+            )
             took: list[dict[str, Any]] = []
             failed: dict[Replica, EngineError] = {}
             for replica, result in zip(replicas, results, strict=True):
@@ -288,45 +336,38 @@ class Router:
             "left_behind": {replica.name: str(error) for replica, error in failed.items()},
         }
 
-    async def _bring_to(self, replica: Replica, bring: Bring) -> dict[str, Any]:
-        if replica.lost:
-            raise EngineUnavailable(replica.reason)
-        bringing = asyncio.ensure_future(bring(replica.client))
-        replica.attempts.add(bringing)
-        try:
-            await asyncio.wait({bringing})
-        finally:
-            replica.attempts.discard(bringing)
-            bringing.cancel()
-        if bringing.cancelled():
-            raise EngineUnavailable(f"{replica.name} was lost meanwhile: {replica.reason}")
-        return bringing.result()
-
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first, at temperature 1: computed by every replica that is ready, so that what
-        is compared with it is compared with all of them.
+        is compared with it is compared with all of them. One that dies meanwhile is passed over.
 
         Raises:
             EngineError: no replica is ready, or two of them differ by more than a thousandth of a nat.
         """
         ready = [each for each in self._replicas.values() if each.state is State.READY]
-        if not ready:
-            raise EngineUnavailable("no replica is ready")
-        first, *others = await asyncio.gather(*(each.client.logprobs(token_ids) for each in ready))
-        for replica, values in zip(ready[1:], others, strict=True):
+        answers = await self._ask_all(ready, lambda each: each.client.logprobs(token_ids))
+        if not answers:
+            raise EngineUnavailable(f"no replica is ready: {_reasons(self._replicas.values())}")
+        (first_one, first), *others = answers.items()
+        for replica, values in others:
             worst = max((abs(a - b) for a, b in zip(first, values, strict=True)), default=0.0)
             if not worst <= LOGPROB_TOLERANCE:
                 raise EngineError(
-                    f"{ready[0].name} and {replica.name} differ by {worst:.2g} nats under version {replica.policy_version}",
+                    f"{first_one.name} and {replica.name} differ by {worst:.2g} nats under version {replica.policy_version}",
                     hint="one of them does not hold the weights that were published; end it",
                 )
         return first
 
     async def reset_prefix_cache(self) -> None:
-        """Has every replica forget all computed prompts."""
-        present = [each for each in self._replicas.values() if not each.lost]
-        await asyncio.gather(*(each.client.reset_prefix_cache() for each in present))
-        for replica in present:
+        """Has every replica forget all computed prompts; one that cannot be reached is passed over.
+
+        Raises:
+            EngineUnavailable: there are replicas, and none can be reached.
+        """
+        replicas = list(self._replicas.values())
+        answered = await self._ask_all(replicas, lambda each: each.client.reset_prefix_cache())
+        if replicas and not answered:
+            raise EngineUnavailable(f"no replica can be reached: {_reasons(replicas)}")
+        for replica in replicas:
             self._index.clear(replica.name)
 
     # ---- the whole
@@ -335,7 +376,7 @@ class Router:
         """``{status, reason, policy_version, replicas}``; ``ok`` while any replica is ready."""
         replicas = {name: each.report() for name, each in self._replicas.items()}
         ready = any(each.state is State.READY for each in self._replicas.values())
-        reason = None if ready else "; ".join(f"{each.name}: {each.reason}" for each in self._replicas.values()) or "no replica"
+        reason = None if ready else _reasons(self._replicas.values())
         status = "ok" if ready else "failing"
         return {"status": status, "reason": reason, "policy_version": self._policy_version, "replicas": replicas}
 
@@ -354,3 +395,7 @@ class Router:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _reasons(replicas: Iterable[Replica]) -> str:
+    return "; ".join(f"{each.name}: {each.reason}" for each in replicas) or "no replica"

@@ -70,7 +70,7 @@ class RolloutEngines:
         receipt = await self.client.update_weights(manifest)
         for name, reason in receipt.get("left_behind", {}).items():
             self._note(f"{name} {reason}")
-            if name in self._workers:
+            if name in self._workers and self._workers[name].process.returncode is None:
                 self._workers[name].process.kill()
         return receipt
 
