@@ -27,7 +27,7 @@ from torch import Tensor
 from evergrad.training.checkpoint import Checkpoint
 from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
 from evergrad.training.critic import Critic
-from evergrad.training.forest import FloatArray, Forest, TrainedTokens
+from evergrad.training.forest import Forest, TrainedTokens
 from evergrad.training.lora import (
     LoraLinear,
     add_lora,
@@ -42,6 +42,7 @@ from evergrad.training.meter import Meter
 from evergrad.training.model import load_model, sequence_logprobs
 from evergrad.training.parts import fill, here, like, whole
 from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
+from evergrad.training.reading import Columns, in_order, read_off
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
@@ -275,7 +276,7 @@ class Trainer:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
         with as_reference(self._lora) if reference else nullcontext():
             scored = self._read_off(wanted, lambda forest: [self._score(forest).logprobs])
-        return [row[0] for row in _in_order(samples, scored, 1)]
+        return [row[0] for row in in_order(samples, scored, 1)]
 
     @on_all_ranks
     def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
@@ -296,32 +297,11 @@ class Trainer:
             scores = self._score(forest)
             return [scores.logprobs, self._values(critic, forest, scores.states)]
 
-        rows = _in_order(samples, self._read_off(wanted, both), 2)
+        rows = in_order(samples, self._read_off(wanted, both), 2)
         return [row[0] for row in rows], [row[1] for row in rows]
 
-    @torch.no_grad()
-    def _read_off(
-        self, wanted: Sequence[TrainedTokens], columns: Callable[[Forest], list[Tensor]]
-    ) -> dict[int, list[tuple[float, ...]]]:
-        """By the ``id`` of the sample: what each of the columns, [T], says at the wanted positions, 0.0 elsewhere."""
-        number_of = {id(item.sample): number for number, item in enumerate(wanted)}
-        found: dict[int, FloatArray] = {}
-        share = self._ranks.share(wanted, self.config.micro_batch_tokens)
-        for forest in share.forests:
-            read = np.stack([column.cpu().double().numpy() for column in columns(forest)])
-            for index, item in enumerate(forest.items):
-                found[number_of[id(item.sample)]] = read[:, forest.sample_of_token == index]
-        for forest in share.idle:
-            columns(forest)
-        for others in self._ranks.everyones(found):
-            found |= others
-        rows: dict[int, list[tuple[float, ...]]] = {}
-        for item in wanted:
-            read = found[number_of[id(item.sample)]]
-            whole_rows = np.zeros((len(read), len(item.sample.token_ids)))
-            whole_rows[:, item.positions] = read
-            rows[id(item.sample)] = [tuple(row) for row in whole_rows.tolist()]
-        return rows
+    def _read_off(self, wanted: Sequence[TrainedTokens], columns: Columns) -> dict[int, list[tuple[float, ...]]]:
+        return read_off(self._ranks, self.config.micro_batch_tokens, wanted, columns)
 
     @on_all_ranks
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
@@ -521,13 +501,6 @@ class Trainer:
         lora = self.config.lora.model_dump(mode="json") if self.config.method == "lora" else None
         identity = {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
         return identity if self.config.critic is None else {**identity, "critic": self.config.critic.hidden}
-
-
-def _in_order(
-    samples: Sequence[TrainingSample], found: Mapping[int, list[tuple[float, ...]]], columns: int
-) -> list[list[tuple[float, ...]]]:
-    """What was found of each sample; zeros for those without a masked token."""
-    return [found.get(id(sample), [(0.0,) * len(sample.token_ids)] * columns) for sample in samples]
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
