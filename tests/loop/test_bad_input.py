@@ -57,7 +57,7 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ version = "t-c1-sft" }}', ["its own teacher", "hint = true"]),
         ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "tiny", hint = true }}', ["letters", "gives no hints", "hint(self)"]),
         ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "tinny" }}', ["tinny", "did you mean 'tiny'"]),
-        ("lr = 1e-3", f'lr = 1e-3\noverlong = {{ longest = 4, margin = 3 }}\n{DISTILL}{{ model = "tiny" }}', ["overlong out"]),
+        ("lr = 1e-3", f'lr = 1e-3\noverlong = {{ max_length=4, cache=3 }}\n{DISTILL}{{ model = "tiny" }}', ["overlong out"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"\ndistill = { model = "tiny" }', ["asks no teacher", "reverse_kl"]),
         (
             "lr = 1e-3",
