@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 
-from evergrad.evals import Bettor, EvalError, betting_e_process, harm, mixture_e_value
+from evergrad.evals import Bettor, EvalError, betting_e_process, mixture_e_value
 
 
 def test_seventy_wins_and_thirty_losses() -> None:
@@ -77,24 +77,6 @@ def test_bets_by_hand() -> None:
     assert [bettor.see(value) for value in (1.0, 1.0, -1.0)] == pytest.approx([1.0, 1.5, 0.75])
 
 
-def test_harm_is_seen_and_dated() -> None:
-    worse = harm([0.0] * 12, [1.0] * 12, alpha=0.05)
-    assert (worse.crossed_at, worse.pairs) == (9, 12)
-    assert worse.e_value == pytest.approx(1.5**11)
-    assert harm([1.0] * 12, [0.0] * 12, alpha=0.05).crossed_at is None
-    assert harm([], [], alpha=0.05).e_value == 1.0
-    draws = np.random.default_rng(4)
-    new, old = (draws.random(300) < 0.85).astype(float), (draws.random(300) < 0.9).astype(float)
-    assert harm(list(new), list(old), alpha=0.01, margin=0.2).crossed_at is None, "a fall within the margin is no harm"
-    with pytest.raises(EvalError, match="make no pairs"):
-        harm([1.0], [], alpha=0.05)
-    for bad in (2.0, math.nan, -1.5):
-        with pytest.raises(EvalError, match="outside of"):
-            betting_e_process([bad])
-    with pytest.raises(EvalError, match="threshold"):
-        Bettor(1.0)
-
-
 def test_a_win_that_no_float_could_hold_is_a_finite_one() -> None:
     value = mixture_e_value(2000, 0)
     assert math.isfinite(value)
@@ -103,3 +85,11 @@ def test_a_win_that_no_float_could_hold_is_a_finite_one() -> None:
     assert math.isfinite(path[-1])
     assert path == sorted(path)
     assert betting_e_process([1.0] * 4000 + [-1.0])[-1] < path[-1], "and may still be lost again"
+
+
+def test_what_is_no_difference_of_scores_is_refused() -> None:
+    for bad in (2.0, math.nan, -1.5):
+        with pytest.raises(EvalError, match="outside of"):
+            betting_e_process([bad])
+    with pytest.raises(EvalError, match="threshold"):
+        Bettor(1.0)

@@ -57,7 +57,7 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ version = "t-c1-sft" }}', ["its own teacher", "hint = true"]),
         ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "tiny", hint = true }}', ["letters", "gives no hints", "hint(self)"]),
         ("lr = 1e-3", f'lr = 1e-3\n{DISTILL}{{ model = "tinny" }}', ["tinny", "did you mean 'tiny'"]),
-        ("lr = 1e-3", f'lr = 1e-3\noverlong = {{ longest = 4, margin = 3 }}\n{DISTILL}{{ model = "tiny" }}', ["overlong out"]),
+        ("lr = 1e-3", f'lr = 1e-3\noverlong = {{ max_length=4, cache=3 }}\n{DISTILL}{{ model = "tiny" }}', ["overlong out"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"\ndistill = { model = "tiny" }', ["asks no teacher", "reverse_kl"]),
         (
             "lr = 1e-3",
@@ -93,6 +93,12 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("threads = 1", "threads = 4096", ["placement.threads = 4096", "cores"]),
         ("seed = 5", 'seed = 5\nprice_book = "absent.toml"', ["not found", "absent.toml"]),
         ("min_n = 12", 'min_n = 12\nguards = { "letters@v3" = 0.1 }', ["gate.guards", "letters@v3", "did you mean 'letters@v"]),
+        (
+            "requests = 4",
+            'requests = 4\n[[traffic.changes]]\nsettings = { contract = "v2" }\n[[traffic.changes]]\n'
+            'settings = { contract = "v1", difficulty = "easy" }',
+            ["traffic.changes.1", "'letters@v1'", "difficulty = 'easy' and 'all'", "contract of its own"],
+        ),
         ("[eval]\nn = 12", "[eval]\nn = 900000", ["eval.n = 900000", "letters@v", "gave only"]),
         ("requests = 4", "requests = 900000", ["watch.requests = 900000", "gave only"]),
         ("demonstrations = 96", "demonstrations = 900000", ["warm_start.demonstrations = 900000", "gave only"]),

@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from evergrad.envs import Taskset
-from evergrad.evals import Costs, GateConfig, gate
+from evergrad.evals import GIVEN_UP, Costs, GateConfig, gate
 from evergrad.ledger import Ledger
 from evergrad.loop._announcing import (
     anchor_reports,
@@ -30,14 +30,15 @@ from evergrad.loop._announcing import (
     verdicts_before,
     write_plan,
 )
-from evergrad.loop._certifying import certificate_path, certify
+from evergrad.loop._certificate_page import render_certificate
+from evergrad.loop._certifying import _costs, certificate_path, certify
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import task_costs
 from evergrad.loop.auditing import State, audit, read_certificate
 from evergrad.loop.certificate import CertificateError, folder_hash, public_key, run_signing_key, sign, signing_key, verify
 from evergrad.loop.config import WorthConfig
 from evergrad.registry import Registry
-from evergrad.types import EvalReport, EvergradError, InputError, ModelVersion, strict_json
+from evergrad.types import EvalReport, EvergradError, InputError, ModelVersion, Verdict, strict_json
 from tests.loop.conftest import LETTERS
 
 V1 = {"contract": "v1"}
@@ -437,8 +438,45 @@ def test_an_audit_holds_the_promise_against_the_traffic_since(session: Any) -> N
 
     kept, fallen = served(20), served(2)
     assert (kept.state, fallen.state) == (State.HOLDS, State.NOTE)
-    assert "20 of 24 live requests succeed, certified 1.000" in kept.told
+    assert "20 of 24 live requests succeed, of the gate's tasks 1.000" in kept.told
     assert fallen.told.endswith("it has fallen")
+    measured_row = next(each for each in session.state.scores if each["label"] == "new on letters@v1")
+    measured_row["success_rate"] = 0.25  # graded scores: a mean far above the share of tasks that succeed whole
+    assert served(6).state is State.HOLDS
+
+
+def test_a_measurement_that_was_given_up_has_no_costs(session: Any) -> None:
+    state = session.state
+    for name in ("old", "new"):
+        measured(session, name, 3, 0.02, 0)
+    (verdict,) = [Verdict(False, (), {"delta": None}, "new", "old")]
+    assert _costs(state, verdict, "letters@v1", None)["after"]["usd_per_success"] is not None
+    state.scores[-1]["outcomes"] = {GIVEN_UP: 4}
+    costs = _costs(state, verdict, "letters@v1", None)
+    assert costs["before"]["usd_per_success"] is not None
+    assert costs["after"] == {"usd_per_success": None, "intelligence_per_dollar": None, "intelligence_per_dollar_ci95": None}
+    assert costs["intelligence_per_dollar_ratio"] is costs["payback"] is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "uses", "promise"),
+    [
+        ("saffron", 0, "at most 5.0% of all promotions false"),
+        ("lord", 0, "at most 5.0% of all promotions false"),
+        ("e_lond", 3, "at most 5.0% of all promotions false"),
+        ("alpha_spending", 0, "at most 5.0% chance of even one false promotion"),
+        ("fixed", 0, None),
+        ("saffron", 1, None),
+        ("alpha_spending", 1, None),
+    ],
+)
+def test_the_page_promises_what_the_rule_keeps(session: Any, rule: str, uses: int, promise: str | None) -> None:
+    certificate = read_certificate(issue(session))
+    certificate["content"]["effect"]["series"]["rule"] = rule
+    certificate["content"]["effect"]["holdout"]["uses_before"] = uses
+    page = render_certificate(certificate)
+    assert f"({rule}{', ' + promise if promise else ''})" in page
+    assert ("promotions false" in page or "false promotion" in page) == (promise is not None)
 
 
 def test_what_is_no_certificate_is_named(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ class Taskset:
         """What the model is told of the tools, under the configured contract."""
         return self._tool_specs
 
+    @property
+    def suite(self) -> str:
+        """How reports name the environment under this contract, such as ``support_desk@v1``."""
+        return f"{self.name}@{self.config.contract}"
+
     def contract(self) -> dict[str, Any]:
         """The tools' schema and descriptions as plain data."""
         return self.environment_class.contract(self.config.contract)

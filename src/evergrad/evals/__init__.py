@@ -13,7 +13,7 @@ from evergrad.evals.evaluation import (
 )
 from evergrad.evals.plan import Plan, announce, plan_from_json, uses_of
 from evergrad.evals.ruling import Costs, gate
-from evergrad.evals.sequential import Bettor, Harm, betting_e_process, give_up_on, harm, mixture_e_value
+from evergrad.evals.sequential import Bettor, betting_e_process, give_up_on, mixture_e_value
 from evergrad.evals.series import Rule, Trial, next_level, trials_of
 from evergrad.evals.settings import GateConfig
 from evergrad.evals.statistics import (
@@ -38,7 +38,6 @@ __all__ = [
     "EvalError",
     "GateConfig",
     "GiveUp",
-    "Harm",
     "PairedDifference",
     "Plan",
     "Rule",
@@ -52,7 +51,6 @@ __all__ = [
     "gain_interval",
     "gate",
     "give_up_on",
-    "harm",
     "mcnemar_p",
     "mean_interval",
     "mixture_e_value",

@@ -20,8 +20,7 @@ E-processes need more evidence than a test at a preset n. Promotions are ruled b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from evergrad.evals.evaluation import EvalError, GiveUp
 
@@ -110,33 +109,3 @@ def give_up_on(rival: Mapping[str, float], alpha: float) -> GiveUp:
         return bettor.see(rival[task_id] - score) >= 1 / alpha
 
     return ask
-
-
-@dataclass(frozen=True, slots=True)
-class Harm:
-    """Whether one arm has been shown to be worse than another, and when."""
-
-    e_value: float
-    """The highest so far: having crossed counts, wherever the process is now."""
-    pairs: int
-    crossed_at: int | None
-    """Number of pairs at which it crossed 1/α; ``None`` if it has not."""
-
-
-def harm(after: Sequence[float], before: Sequence[float], alpha: float, *, margin: float = 0.0) -> Harm:
-    """Looks, pair by pair, whether ``after`` scores less than ``before`` by more than ``margin``.
-
-    For a canary: scores of the new and the old version in the order in which the pairs came; roll back when it crosses. It
-    does so with probability ``alpha`` at most, over the whole watch, where the new version is not worse by ``margin``.
-
-    Raises:
-        EvalError: different numbers of scores, or scores outside of [0, 1].
-
-    >>> harm([0.0] * 12, [1.0] * 12, alpha=0.05).crossed_at
-    9
-    """
-    if len(after) != len(before):
-        raise EvalError(f"{len(after)} and {len(before)} scores make no pairs", hint="give both arms the same tasks")
-    path = betting_e_process((old - new for new, old in zip(after, before, strict=True)), threshold=margin)
-    crossed = next((count for count, value in enumerate(path, start=1) if value >= 1 / alpha), None)
-    return Harm(max(path, default=1.0), len(path), crossed)

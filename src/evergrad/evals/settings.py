@@ -12,7 +12,7 @@ class GateConfig(Config):
     """What evidence promotes; fixed before the evidence is seen."""
 
     alpha: float = Field(default=0.05, gt=0, lt=1)
-    """Share of all promotions that may be false; also the level of each guard (one-sided)."""
+    """What ``series`` bounds (by default the share of promotions that are false); also the level of each guard (one-sided)."""
     series: Rule = "saffron"
     """How ``alpha`` is spread over the candidates of a run: ``saffron`` or ``lord`` bound the share of false promotions,
     ``e_lond`` does so whatever the dependence of the tries, ``alpha_spending`` bounds the chance that even one is false, and

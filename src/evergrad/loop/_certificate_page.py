@@ -70,12 +70,27 @@ def _effect(effect: Mapping[str, Any]) -> list[tuple[str, str]]:
                 "in the series",
                 _e(
                     f"try {series['trial']}: p = {series['p_value']:.3g} against the level {series['level']:.3g} "
-                    f"({series['rule']}, at most {percent(series['alpha'])} of all promotions false)"
+                    f"({series['rule']}{_promise(series, effect['holdout']['uses_before'])})"
                 ),
             )
         )
     rows.append(("earlier looks at these tasks", _e(effect["holdout"]["uses_before"])))
     return rows
+
+
+_PROMISES = {
+    **dict.fromkeys(("saffron", "lord", "e_lond"), "at most {} of all promotions false"),
+    "alpha_spending": "at most {} chance of even one false promotion",
+}
+"""What a rule bounds over all tries of a series; ``fixed`` bounds nothing."""
+
+
+def _promise(series: Mapping[str, Any], uses_before: int) -> str:
+    """What the rule promises; all but ``e_lond`` do so only on tasks that no earlier try has looked at."""
+    rule = series["rule"]
+    if rule not in _PROMISES or (uses_before and rule != "e_lond"):
+        return ""
+    return f", {_PROMISES[rule].format(percent(series['alpha']))}"
 
 
 def _guards(guards: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:

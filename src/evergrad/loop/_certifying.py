@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evergrad.evals import Plan, content_hash
+from evergrad.evals import GIVEN_UP, Plan, content_hash
 from evergrad.ledger import Arm, compare_intelligence, intelligence_per_dollar, marginal_intelligence, payback
 from evergrad.loop._announcing import GateSuite, hash_of
 from evergrad.loop._certificate_page import render_certificate
@@ -85,7 +85,7 @@ def _suite(session: Session, suite: GateSuite) -> dict[str, Any]:
 def _costs(state: LoopState, verdict: Verdict, primary: str, worth: WorthConfig | None) -> dict[str, Any]:
     """What the cycle cost, and what it bought, at the prices of the run; ``None`` where something has no price."""
     spent = state.cycles[-1]["usd"]
-    before, after = (row_of(state, str(name), primary) for name in (verdict.incumbent_id, verdict.candidate_id))
+    before, after = (_whole_row(state, str(name), primary) for name in (verdict.incumbent_id, verdict.candidate_id))
     gain, ci95 = verdict.evidence.get("delta"), verdict.evidence.get("ci95")
     interval = tuple(ci95) if ci95 else None
     bought = marginal_intelligence(gain or 0.0, None if gain is None else spent, ci95=interval)
@@ -107,6 +107,12 @@ def _costs(state: LoopState, verdict: Verdict, primary: str, worth: WorthConfig 
         costs["intelligence_per_dollar_ratio_ci95"] = compared.ci95
     costs["payback"] = _payback(_arm(before), _arm(after), spent, worth, interval)
     return costs
+
+
+def _whole_row(state: LoopState, version_id: str, primary: str) -> dict[str, Any] | None:
+    """The row of a measurement that was not given up: the tries until then say nothing of what a success costs."""
+    row = row_of(state, version_id, primary)
+    return None if row is None or GIVEN_UP in row.get("outcomes", {}) else row
 
 
 def _payback(

@@ -58,7 +58,7 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
     deployed = list(_deployed(config))
     for recipe in (config.learn, config.adapt or config.learn):
         Taskset(config.environment.name, {**deployed[0], **recipe.warm_start.settings})
-    suites = {_suite(Taskset(config.environment.name, settings)) for settings in deployed}
+    suites = _suites(config, deployed)
     for guard in config.gate.guards:
         if guard not in suites:
             raise InputError(f"gate.guards names '{guard}', which this run never measures", hint=nearest(guard, suites))
@@ -105,8 +105,25 @@ def _deployed(config: RunConfig) -> Iterator[dict[str, Any]]:
         yield settings
 
 
-def _suite(taskset: Taskset) -> str:
-    return f"{taskset.name}@{taskset.config.contract}"
+def _suites(config: RunConfig, deployed: list[dict[str, Any]]) -> set[str]:
+    """The names of what will be deployed; each stands for one set of settings, or reports on two would be taken for one.
+
+    Raises:
+        InputError: two settings have one name.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for index, settings in enumerate(deployed):
+        taskset = Taskset(config.environment.name, settings)
+        now = taskset.config.model_dump(mode="json")
+        before = found.setdefault(taskset.suite, now)
+        differing = sorted(key for key in now if now[key] != before[key])
+        if differing:
+            told = ", ".join(f"{key} = {now[key]!r} and {before[key]!r}" for key in differing)
+            raise InputError(
+                f"traffic.changes.{index - 1} deploys '{taskset.suite}' with other settings than before: {told}",
+                hint="a suite is named by its contract: give the change a contract of its own",
+            )
+    return set(found)
 
 
 def _check_tasks(config: RunConfig, deployed: list[dict[str, Any]]) -> None:
@@ -147,7 +164,7 @@ def _draw(config: RunConfig, settings: Mapping[str, Any], split: str, count: int
     try:
         taskset.tasks(split, count, seed)
     except EvergradError as error:
-        raise InputError(f"{key} = {count} cannot be drawn on {_suite(taskset)}: {error}") from error
+        raise InputError(f"{key} = {count} cannot be drawn on {taskset.suite}: {error}") from error
 
 
 def check_folder(folder: RunFolder) -> None:

@@ -112,8 +112,7 @@ def _frontier(config: RunConfig, state: LoopState) -> list[dict[str, Any]]:
 
 
 def _deployed_suite(config: RunConfig, state: LoopState) -> str:
-    taskset = Taskset(config.environment.name, state.deployed)
-    return f"{taskset.name}@{taskset.config.contract}"
+    return Taskset(config.environment.name, state.deployed).suite
 
 
 def _versions(registry: Registry) -> list[dict[str, Any]]:

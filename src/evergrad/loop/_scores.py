@@ -57,6 +57,15 @@ def live_row(cycle: int, check: int, suite: str, version_id: str, rollouts: Sequ
     }
 
 
+def p_of_so_few(successes: int, requests: int, expected: float, n_gate: int) -> float:
+    """Chance of so few live successes at the success rate that ``n_gate`` tasks of the gate gave (exact, one-sided)."""
+    from scipy.stats import binomtest
+
+    # A perfect score on n tasks does not mean that failure is impossible: the rule of three bounds it.
+    rate = min(expected, 1 - 3 / max(n_gate, 4))
+    return float(binomtest(successes, requests, rate, alternative="less").pvalue)
+
+
 def keep_row(state: LoopState, row: Mapping[str, Any]) -> None:
     """Puts a row into the state, in the place of an earlier one that it repeats."""
     same = [index for index, other in enumerate(state.scores) if other["label"] == row["label"]]

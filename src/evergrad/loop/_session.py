@@ -177,8 +177,7 @@ class Session:
 
     def suite(self, settings: Mapping[str, Any]) -> str:
         """How reports name the environment under these settings, such as ``support_desk@v1``."""
-        taskset = self.taskset(settings)
-        return f"{taskset.name}@{taskset.config.contract}"
+        return self.taskset(settings).suite
 
     def contracts(self) -> dict[str, str]:
         """Suite to contract hash, of all that the run knows by now."""

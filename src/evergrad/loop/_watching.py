@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy.stats import binomtest
-
 from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._playing import play
-from evergrad.loop._scores import keep_row, live_row, speaking_row
+from evergrad.loop._scores import keep_row, live_row, p_of_so_few, speaking_row
 from evergrad.loop._session import Session
 from evergrad.types import Rollout
 
@@ -74,9 +72,7 @@ def judge_traffic(rollouts: Sequence[Rollout], expected: float | None, n_gate: i
     successes = sum(rollout.success for rollout in judged)
     if expected is None or not judged:
         return WatchReport(len(judged), successes, expected, 1.0, contract_changed)
-    # A perfect score on n tasks does not mean that failure is impossible: the rule of three bounds it.
-    rate = min(expected, 1 - 3 / max(n_gate, 4))
-    p_value = float(binomtest(successes, len(judged), rate, alternative="less").pvalue)
+    p_value = p_of_so_few(successes, len(judged), expected, n_gate)
     return WatchReport(len(judged), successes, expected, p_value, contract_changed)
 
 

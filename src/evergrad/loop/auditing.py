@@ -19,7 +19,7 @@ from evergrad.evals import Costs, GateConfig, content_hash, gate, plan_from_json
 from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
 from evergrad.loop._folder import read_state
-from evergrad.loop._scores import task_costs
+from evergrad.loop._scores import p_of_so_few, row_of, task_costs
 from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, own_public_key, statement, verify
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, EvergradError, Verdict, plain, strict_json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 _RARE = 0.01
-"""A live success rate is told as fallen when so few successes would be rarer than this at the certified score."""
+"""A live success rate is told as fallen when so few successes would be rarer than this at the rate of the gate's tasks."""
 
 
 class State(StrEnum):
@@ -265,17 +265,14 @@ def _tasks(content: Mapping[str, Any], known_signer: bool) -> Told:
 
 
 def _traffic(run: Path, content: Mapping[str, Any]) -> Told:
-    """Live success of the candidate on its suite, beside the score that was certified."""
-    from scipy.stats import binomtest
-
-    suite, certified = content["plan"]["primary"].partition("#")[0], content["effect"].get("score_after")
-    live = [row for row in read_state(run / "state.json").scores if row["label"].startswith("live") and row["n"]]
-    rows = [row for row in live if (row["version_id"], row["suite"]) == (content["candidate_id"], suite)]
-    requests = sum(row["n"] for row in rows)
-    if not requests or certified is None or not content["promoted"]:
+    """Live success of the candidate on its suite, beside that on the gate's tasks."""
+    state, primary = read_state(run / "state.json"), content["plan"]["primary"]
+    live = [row for row in state.scores if row["label"].startswith("live") and row["n"]]
+    rows = [row for row in live if (row["version_id"], row["suite"]) == (content["candidate_id"], primary.partition("#")[0])]
+    requests, measured = sum(row["n"] for row in rows), row_of(state, content["candidate_id"], primary)
+    if not requests or measured is None or not content["promoted"]:
         return State.NOTE, "none on record"
-    successes = round(sum(row["n"] * row["success_rate"] for row in rows))
-    rate = min(certified, 1 - 3 / max(content["effect"]["n"], 4))
-    p_value = float(binomtest(successes, requests, rate, alternative="less").pvalue)
-    told = f"{successes} of {requests} live requests succeed, certified {certified:.3f} (p of so few {p_value:.2g})"
+    successes, expected = round(sum(row["n"] * row["success_rate"] for row in rows)), measured["success_rate"]
+    p_value = p_of_so_few(successes, requests, expected, measured["n"])
+    told = f"{successes} of {requests} live requests succeed, of the gate's tasks {expected:.3f} (p of so few {p_value:.2g})"
     return told if p_value >= _RARE else (State.NOTE, f"{told}: it has fallen")

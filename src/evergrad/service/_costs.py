@@ -56,7 +56,7 @@ def _write_focus(path: Path, entries: Sequence[CostEntry], account: str) -> None
         beside = path.with_name(f"{path.name}.partial")
         beside.write_text(focus_csv(entries, account), encoding="utf-8", newline="")
         beside.replace(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"cannot write the table: {error}", where=str(path), hint="give --focus a path of a file") from error
 
 

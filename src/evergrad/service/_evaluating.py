@@ -53,7 +53,7 @@ async def _measure(run: Path, version: ModelVersion, taskset: Taskset, tasks: Se
     from transformers import AutoTokenizer
 
     renderer = Renderer(AutoTokenizer.from_pretrained(base_model(version.base_model)))
-    suite = f"{taskset.name}@{taskset.config.contract}/{split}"
+    suite = f"{taskset.suite}/{split}"
     async with engine_on(run, version, [version.version_id]) as engine:
         play = _player(engine, taskset, renderer, len(tasks))
         return await evaluate(version.version_id, suite, tasks, play, fingerprint=taskset.fingerprint)
