@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evergrad.ledger import Ledger, PhaseClock, cost_summary, focus_csv
@@ -92,6 +92,7 @@ amounts = st.decimals(min_value=0, max_value=10**6, allow_nan=False, allow_infin
 
 
 @given(st.lists(st.tuples(amounts, st.text(min_size=1, max_size=12)), min_size=1, max_size=8))
+@example([(Decimal(0), "\r"), (Decimal(1), "a\nb"), (Decimal(2), '",')])
 def test_no_digit_and_no_odd_name_is_lost(items: list[tuple[Decimal, str]]) -> None:
     entries = tuple(
         CostEntry(f"k{i}", name, "train", "cpu_core_s", amount, Decimal(1), amount, "b", "2026-01-01T00:00:00+00:00")

@@ -257,7 +257,8 @@ def healthy() -> Iterator[int]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'{"status": "ok"}')
+            load = {"running": 0, "waiting": 0, "preemptions": 0, "kv_usage": 0.0, "kv_cache_tokens": 1}
+            self.wfile.write(json.dumps({"status": "ok", "policy_version": 1, "load": load}).encode())
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -278,7 +279,7 @@ async def test_no_proxy_stands_between_this_machine_and_itself(monkeypatch: pyte
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with healthy() as port:
         with Client(f"http://{host}:{port}/v1") as client:
-            assert await asyncio.to_thread(client.health) == {"status": "ok"}
+            assert (await asyncio.to_thread(client.health))["status"] == "ok"
         for worker in (TrainerClient(f"http://{host}:{port}"), EngineClient(f"http://{host}:{port}")):
             async with worker:
                 assert (await worker.health())["status"] == "ok"

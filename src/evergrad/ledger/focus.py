@@ -87,7 +87,7 @@ def focus_csv(entries: Iterable[CostEntry], account: str) -> str:
         account: BillingAccountId of all rows, such as the run's name.
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, COLUMNS)  # ends lines as RFC 4180 has it; with "\n" it would leave a name's "\r" unquoted
     writer.writeheader()
     writer.writerows(focus_rows(entries, account))
     return text.getvalue()
