@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from evergrad.inference._concurrency import ConcurrencyLimit
 from evergrad.inference._prefixes import BlockHash, Prediction
 from evergrad.inference._routing import Option
 from evergrad.inference._spans import joined
-from evergrad.inference.client import Piece
+from evergrad.inference.client import EngineControls, Piece
 from evergrad.inference.config import EngineError
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Usage
 
@@ -22,34 +22,12 @@ RESIDENT_S = 60.0
 """How long after its last turn a session is expected to take another."""
 
 
-class ReplicaClient(Protocol):
+class ReplicaClient(EngineControls, Protocol):
     """What a router needs of a replica; :class:`~evergrad.inference.client.EngineClient` is one."""
 
     def stream(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None, drawn: int = 0
     ) -> AsyncIterator[Piece]: ...
-
-    async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    async def load_weights(
-        self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None
-    ) -> dict[str, Any]: ...
-
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]: ...
-
-    async def open_sessions(self, session_ids: Iterable[str]) -> None: ...
-
-    async def close_sessions(self, session_ids: Iterable[str]) -> int: ...
-
-    def take_lockstep_misses(self) -> int: ...
-
-    async def reset_prefix_cache(self) -> None: ...
-
-    async def health(self) -> dict[str, Any]: ...
-
-    async def close(self) -> None: ...
 
 
 class State(StrEnum):

@@ -37,13 +37,8 @@ class Piece:
     """Prompt tokens that were not computed; only on the last piece."""
 
 
-class InferenceClient(Protocol):
-    """What generates for the loop: one engine (:class:`EngineClient`), or several behind a
-    :class:`~evergrad.inference.router.Router`. The methods are those of :class:`EngineClient`."""
-
-    async def __call__(
-        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
-    ) -> Completion: ...
+class EngineControls(Protocol):
+    """What is asked of one engine, or of several that look like one, besides completions."""
 
     async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]: ...
 
@@ -66,6 +61,15 @@ class InferenceClient(Protocol):
     async def health(self) -> dict[str, Any]: ...
 
     async def close(self) -> None: ...
+
+
+class InferenceClient(EngineControls, Protocol):
+    """What generates for the loop: one engine (:class:`EngineClient`), or several behind a
+    :class:`~evergrad.inference.router.Router`. The methods are those of :class:`EngineClient`."""
+
+    async def __call__(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
+    ) -> Completion: ...
 
 
 class EngineClient:
