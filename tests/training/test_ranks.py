@@ -47,7 +47,7 @@ def config_of(folder: Path, method: str, ranks: int = 1, tensor_parallel: int = 
             "threads": 1,
             "dtype": "float64",
             "micro_batch_tokens": 40,
-            # Adam divides by |g| + eps: with its own 1e-8, rounding decides the step of a weight whose gradient is about as small.
+            # Adam divides by |g| + eps: with its own 1e-8, rounding decides the step of a weight with as small a gradient.
             "optimizer": {"lr": 0.01, "eps": 1e-4},
             "device": "cpu",
         }
