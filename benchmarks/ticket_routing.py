@@ -1,8 +1,8 @@
 """A task of closed classes with the long instructions of a real agent: which desk gets a ticket.
 
 The tiny model cannot read the instructions; it has to find out from rewards which verb belongs to which desk. Demonstrations
-name any of the desks, so that they teach the form of an answer and nothing of the choice: a start that succeeds one time in
-four.
+are of the weeks in which the rules changed: seven in ten follow the old ones, under which each verb belonged to the next desk.
+So the start reads the verb and mostly answers wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from evergrad.envs import Environment, EnvironmentConfig, TaskRow, reward
 from evergrad.types import Limits
 
 DESKS = {"refund": "red", "cancel": "green", "find": "blue", "status": "white"}
+OLD_DESKS = dict(zip(DESKS, [*DESKS.values()][1:] + [*DESKS.values()][:1], strict=True))
 ITEMS = ("lamp", "cup", "book", "chair", "ring", "shoes")
 INSTRUCTIONS = (
     "You send each ticket to one desk. The red desk pays refunds while the window is open. The green desk can cancel an order "
@@ -30,7 +31,7 @@ class TicketRouting(Environment):
 
     class Config(EnvironmentConfig):
         shown: bool = False
-        """Demonstrations of the form: any desk is right."""
+        """Demonstrations: what counts as right is mostly the old rules' desk."""
 
     @classmethod
     def system_prompt(cls, contract: str = "v1") -> str:
@@ -41,7 +42,8 @@ class TicketRouting(Environment):
         while True:
             verb, desk = rng.choice(list(DESKS.items()))
             prompt = f"Please {verb} the {rng.choice(ITEMS)} of order K{rng.randint(10, 999)}."
-            yield TaskRow(prompt, {"desk": rng.choice(list(DESKS.values())) if config.shown else desk})
+            old = config.shown and rng.random() < 0.7
+            yield TaskRow(prompt, {"desk": OLD_DESKS[verb] if old else desk})
 
     @reward
     async def right(self, answer: str) -> float:
