@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from benchmarks.bench_router import RoundRobin
 from benchmarks.simulated_engines import EngineSpeed, SimulatedEngine, run_virtually, tokens_at
 from hypothesis import given, settings
@@ -384,13 +385,14 @@ def test_patience_counts_from_when_nobody_is_ready() -> None:
      '{"policy_version": null, "load": {}}', '{"policy_version": 1e999, "load": {}}', '{"policy_version": 1, "load": {}}'],
 )  # fmt: skip
 async def test_an_odd_answer_about_health_is_an_error_that_the_watch_survives(text: str, status: int) -> None:
-    client = EngineClient("http://engine")
-    await client.close()
-    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
-    client._http = httpx.AsyncClient(base_url=client.base_url, transport=transport)
-    with pytest.raises(EngineError):
-        await client.health()
-    await client.close()
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=text)
+
+    app = web.Application()
+    app.router.add_get("/health", answer)
+    async with TestServer(app) as server, EngineClient(str(server.make_url(""))) as client:
+        with pytest.raises(EngineError):
+            await client.health()
 
 
 def test_an_empty_prompt_is_placed_like_any_other() -> None:

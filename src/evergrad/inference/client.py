@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import httpx
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from evergrad.inference.config import EngineError, EngineUnavailable
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Usage
 
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+_CONNECT_S = 10.0
+_IDLE_S = 30.0
+"""For which a connection is kept; less than the server does, which would otherwise close it under a request."""
 _LOAD = {"running": int, "waiting": int, "preemptions": int, "kv_usage": float, "kv_cache_tokens": int}
 
 
@@ -87,16 +90,9 @@ class EngineClient:
 
     def __init__(self, base_url: str, token: str | None = None, *, timeout_s: float = 600.0) -> None:
         self.base_url = base_url.rstrip("/")
-        # As many connections as rollouts: a session that waits for a connection would hold up all others.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=headers,
-            limits=limits,
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            trust_env=False,  # an engine is ours: a proxy of the environment has no business between us and it
-        )
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        self._session: ClientSession | None = None
         self._lockstep_misses = self._misses_taken = 0
 
     async def __call__(
@@ -125,23 +121,23 @@ class EngineClient:
         path = "/inference/v1/generate"
         body = {**_body(prompt_token_ids, sampling, session_id), "stream": True, "drawn": drawn}
         ended = False
+        timeout = ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
         try:
-            async with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    self._raise_for(response, path)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
+            async with self._http.post(f"{self.base_url}{path}", json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    self._read(response.status, await response.read(), path)
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
                         continue
-                    answer = json.loads(line.removeprefix("data: "))
+                    answer = json.loads(line.removeprefix(b"data: "))
                     if "error" in answer:
                         raise _refusal(answer, 503, f"{self.base_url}{path}")
                     piece = _piece(answer)
                     ended = piece.finish_reason is not None
                     yield piece
-        except httpx.TimeoutException as error:
+        except TimeoutError as error:
             raise EngineUnavailable("the engine did not go on in time", where=f"{self.base_url}{path}") from error
-        except httpx.HTTPError as error:
+        except ClientError as error:
             raise EngineUnavailable(f"the engine cannot be reached: {error!r}", where=f"{self.base_url}{path}") from error
         except _UNREADABLE as error:
             raise EngineError(f"the engine's answer cannot be read: {error!r}", where=self.base_url) from error
@@ -197,7 +193,7 @@ class EngineClient:
 
         ``load`` has the rows ``running`` and ``waiting``, ``preemptions`` so far, ``kv_usage`` (share of the cache that rows
         hold) and ``kv_cache_tokens`` (its size)."""
-        answer = await self._send("GET", "/health", None, timeout=5.0)
+        answer = await self._send("GET", "/health", None, timeout_s=5.0)
         try:
             load = {key: read(answer["load"][key]) for key, read in _LOAD.items()}
             return {**answer, "policy_version": int(answer["policy_version"]), "load": load}
@@ -205,7 +201,8 @@ class EngineClient:
             raise EngineError(f"the engine's answer cannot be read: {error!r}", where=f"{self.base_url}/health") from error
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -215,28 +212,44 @@ class EngineClient:
     ) -> None:
         await self.close()
 
+    @property
+    def _http(self) -> ClientSession:
+        """Opened in the event loop that first needs it."""
+        if self._session is None:
+            self._session = ClientSession(
+                headers=self._headers,
+                # As many connections as rollouts: a session that waits for a connection would hold up all others.
+                connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                trust_env=False,  # an engine is ours: a proxy of the environment has no business between us and it
+                read_bufsize=2**20,
+            )
+        return self._session
+
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return await self._send("POST", path, body)
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        timeout = ClientTimeout(total=timeout_s or self._timeout_s, sock_connect=_CONNECT_S)
         try:
-            response = await self._http.request(method, path, json=body, **options)
-        except httpx.TimeoutException as error:
+            async with self._http.request(method, f"{self.base_url}{path}", json=body, timeout=timeout) as response:
+                return self._read(response.status, await response.read(), path)
+        except TimeoutError as error:
             raise EngineUnavailable("the engine did not answer in time", where=f"{self.base_url}{path}") from error
-        except httpx.HTTPError as error:
+        except ClientError as error:
             raise EngineUnavailable(f"the engine cannot be reached: {error!r}", where=f"{self.base_url}{path}") from error
-        return self._raise_for(response, path)
 
-    def _raise_for(self, response: httpx.Response, path: str) -> dict[str, Any]:
+    def _read(self, status: int, content: bytes, path: str) -> dict[str, Any]:
         """The answer's JSON object; any status but 200 is an error."""
         try:
-            answer = response.json()
+            answer = json.loads(content)
         except ValueError as error:
-            raise EngineError(f"status {response.status_code}, not JSON", where=f"{self.base_url}{path}") from error
+            raise EngineError(f"status {status}, not JSON", where=f"{self.base_url}{path}") from error
         if not isinstance(answer, dict):
-            raise EngineError(f"status {response.status_code}, no JSON object", where=f"{self.base_url}{path}")
-        if response.status_code != 200:
-            raise _refusal(answer, response.status_code, f"{self.base_url}{path}")
+            raise EngineError(f"status {status}, no JSON object", where=f"{self.base_url}{path}")
+        if status != 200:
+            raise _refusal(answer, status, f"{self.base_url}{path}")
         return answer
 
 

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from evergrad.training.config import LossConfig, TrainerError, UpdatesConfig
-from evergrad.training.wire import batch_json
+from evergrad.training.wire import batch_json, samples_json
 from evergrad.types import TrainingBatch, TrainingSample
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -94,13 +93,13 @@ class TrainerClient:
 
     async def score(self, samples: Sequence[TrainingSample], *, reference: bool = False) -> list[tuple[float, ...]]:
         """Log-probabilities of the samples' masked tokens (see ``Trainer.score``)."""
-        body = {"samples": [asdict(sample) for sample in samples], "reference": reference}
+        body = {"samples": samples_json(samples), "reference": reference}
         answer = await self._send("POST", "/score", body)
         return _rows(answer["logprobs"])
 
     async def values(self, samples: Sequence[TrainingSample]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
         """Log-probabilities and values of the samples' masked tokens (see ``Trainer.values``)."""
-        answer = await self._send("POST", "/values", {"samples": [asdict(sample) for sample in samples]})
+        answer = await self._send("POST", "/values", {"samples": samples_json(samples)})
         return _rows(answer["logprobs"]), _rows(answer["values"])
 
     async def health(self) -> dict[str, Any]:
