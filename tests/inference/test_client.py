@@ -25,26 +25,20 @@ ANSWER = {
 
 
 async def test_a_request_costs_the_same_among_few_sessions_and_among_many() -> None:
-    waiting: list[asyncio.Event] = []
+    all_here = asyncio.Barrier(1)
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
-        event = asyncio.Event()
-        waiting.append(event)
-        await event.wait()
+        await all_here.wait()
         return web.json_response(ANSWER)
 
     async def costs(client: EngineClient, sessions: int) -> float:
-        """Processor seconds of one request, when all are under way at once and end one after the other."""
+        """Processor seconds of one request, when all are under way at once."""
+        nonlocal all_here
+        all_here = asyncio.Barrier(sessions)
         began = time.process_time()
-        tasks = [asyncio.create_task(client([1], Sampling(), session_id=str(number))) for number in range(sessions)]
-        while len(waiting) < sessions:
-            await asyncio.sleep(0.001)
-        for event in waiting:
-            event.set()
-            await asyncio.sleep(0)
-        assert all(done.token_ids == (7,) for done in await asyncio.gather(*tasks))
-        waiting.clear()
+        done = await asyncio.gather(*(client([1], Sampling(), session_id=str(number)) for number in range(sessions)))
+        assert all(completion.token_ids == (7,) for completion in done)
         return (time.process_time() - began) / sessions
 
     app = web.Application()
