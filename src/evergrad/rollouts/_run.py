@@ -219,6 +219,7 @@ async def _play(
                 if completion.finish_reason is not FinishReason.STOP:
                     raise _PolicyFault(f"truncated: turn {turn + 1} hit its {room} tokens")
                 shown = await episode.reply(said.content)
+                trace.turns[-1] = replace(trace.turns[-1], reward=await episode.turn_reward(said.content))
                 if shown is None:
                     return
                 prompt = renderer.extend(conversation, prompt, completion, [shown])
