@@ -21,13 +21,14 @@ import psutil
 import pytest
 import torch
 
-from evergrad.training import CriticConfig, LossConfig, TrainerClient, TrainerConfig, TrainerError, UpdatesConfig
+from evergrad.training import LossConfig, TrainerClient, TrainerConfig, TrainerError, UpdatesConfig
 from evergrad.training.checkpoint import read_checkpoint
 from evergrad.training.ranks import RanksLost
 from evergrad.training.trainer import Trainer
 from evergrad.transfer import SlotPublisher, TransferError, load_tensors
 from evergrad.types import TrainingBatch
 from tests.training.conftest import make_batch, make_sample
+from tests.training.test_critic import PPO, appraised
 
 CROSS_ENTROPY, RL = LossConfig(name="cross_entropy"), LossConfig()
 DPO = LossConfig(name="dpo")
@@ -49,6 +50,7 @@ def config_of(folder: Path, method: str, ranks: int = 1, tensor_parallel: int = 
             "micro_batch_tokens": 40,
             # Adam divides by |g| + eps: with its own 1e-8, rounding decides the step of a weight with as small a gradient.
             "optimizer": {"lr": 0.01, "eps": 1e-4},
+            "critic": {"hidden": 16, "lr": 0.02},
             "device": "cpu",
         }
     )
@@ -141,8 +143,6 @@ def test_several_updates_over_two_ranks_are_those_of_one(model_folder: Path) -> 
 def test_ranks_that_cannot_be_split_are_refused_before_they_start() -> None:
     with pytest.raises(ValueError, match="choose a divisor of ranks"):
         TrainerConfig(model="m", ranks=3, tensor_parallel=2)
-    with pytest.raises(ValueError, match="not added up over ranks"):
-        TrainerConfig(model="m", ranks=2, critic=CriticConfig())
 
 
 @pytest.mark.parametrize(
@@ -323,6 +323,30 @@ def test_weights_after_steps_are_those_of_one_rank_in_every_form(fresh: tuple[Tr
     expected = weights(one)
     for name, tensor in several.named_weights():
         torch.testing.assert_close(tensor, expected[name], **CLOSE)
+
+
+def test_the_critic_learns_what_that_of_one_rank_learns(fresh: tuple[Trainer, Trainer], tmp_path: Path) -> None:
+    """Also from a batch that has nothing for one of the ranks, and from a checkpoint on."""
+    one, several = fresh
+    lone = TrainingBatch((make_sample([3, 4], [5, 6, 7]),), 3)
+    for seed, batch in enumerate((make_batch(0), lone, make_batch(1))):
+        batch = appraised(one, batch, seed)
+        updates = UpdatesConfig(epochs=2, mini_batches=1 if batch.num_valid_tokens == 3 else 2)
+        expected, found = one.step(batch, PPO, updates=updates), several.step(batch, PPO, updates=updates)
+        assert expected["critic_grad_norm"] > 0
+        for key in expected.keys() - DEPENDS_ON_THE_CUT:
+            assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-7), key
+    several.save(tmp_path / "c")
+    assert one._critic is not None
+    learned = read_checkpoint(tmp_path / "c", {}).critic
+    assert learned.keys() == one._critic.state().keys()
+    for name, tensor in one._critic.state().items():
+        torch.testing.assert_close(learned[name], tensor, **CLOSE)
+    several.reset()
+    several.load(tmp_path / "c")
+    for left, right in zip(one.values(make_batch(2).samples), several.values(make_batch(2).samples), strict=True):
+        for expected_row, row in zip(left, right, strict=True):
+            assert row == pytest.approx(expected_row, abs=1e-5)  # after ten updates of the policy
 
 
 def test_scores_are_those_of_one_rank(fresh: tuple[Trainer, Trainer]) -> None:

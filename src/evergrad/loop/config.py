@@ -357,10 +357,6 @@ class RunConfig(Config):
                 f"advantage '{asks[0]}' takes a critic's values, and there is none; add a [critic] table, "
                 "or set rl.advantage = 'reinforce_pp'"
             )
-        if self.critic is not None and self.trainer.ranks > 1:
-            raise ValueError(
-                "[critic] is not shared out over ranks yet; set trainer.ranks = 1, or rl.advantage = 'reinforce_pp'"
-            )
         if self.critic is not None and not asks:
             raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")
         if self.eval.n < self.gate.min_n:

@@ -124,11 +124,6 @@ class TrainerConfig(Config):
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerConfig:
         require_ranks(self.ranks, self.tensor_parallel)
-        if self.critic is not None and self.ranks > 1:
-            raise ValueError(
-                "a critic's gradient is not added up over ranks yet; set ranks = 1, or use advantages that need none, such as "
-                "'reinforce_pp'"
-            )
         return self
 
 

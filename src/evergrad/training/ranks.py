@@ -84,6 +84,9 @@ class Ranks:
         """What each rank gave, on every rank, in order."""
         return [value]
 
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Adds up, in place, what each share of the batch gave; the sums are the same on every rank."""
+
     def parameter_groups(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         """Parameters, or their gradients, that one call of an optimizer or norm can take."""
         return [list(parameters)]

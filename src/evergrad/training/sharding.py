@@ -143,6 +143,12 @@ class ShardedRanks(Ranks):
         dist.all_gather_object(values, value, group=self.objects)
         return values
 
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            # Over all ranks, those that computed the same samples too, so that one sum reaches all to the last bit.
+            dist.all_reduce(tensor)
+            tensor /= self._config.tensor_parallel
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """When the block raises an :class:`EvergradError` on one rank, it raises on all.

@@ -324,7 +324,7 @@ class Trainer:
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        critic = self._critic.optim_step() if self._critic is not None else {}
+        critic = self._critic.optim_step(self._ranks) if self._critic is not None else {}
         return {
             "grad_norm": norm,
             "lr": rate,
