@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from evergrad.training import LoraConfig, LossConfig, TrainerConfig
+from evergrad.training.parts import sum_of_squares
 from evergrad.training.trainer import Trainer
 from evergrad.types import TrainingBatch, TrainingSample
 from tests.training.conftest import make_batch, make_sample
@@ -113,6 +114,17 @@ def test_in_float32_too(model_folder: Path) -> None:
     expected, _ = reference_gradients(model_folder, batch, "policy_gradient")
     assert_close(cut, whole, 1e-6)
     assert_close(whole, expected, 1e-5)
+
+
+def test_a_float32_norm_is_exact_and_does_not_overflow() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3000, 576), (5,), (4, 7, 30), (1,)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    exact = math.fsum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert float(sum_of_squares(tensors)) == pytest.approx(exact, rel=2e-8)
+    assert float(sum_of_squares([torch.full((200, 8), 1e18)])) == pytest.approx(1600e36)
+    assert math.isnan(float(sum_of_squares([*tensors, torch.tensor([float("nan")])])))
+    assert float(sum_of_squares([torch.tensor([1.0, float("inf")])])) == float("inf")
 
 
 def test_calls_add_up_to_one_batch(model_folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from evergrad.training.config import CriticConfig
+from evergrad.training.parts import sum_of_squares
 from evergrad.training.ranks import Ranks
 
 _WEIGHT, _MOMENT = "weight", "optimizer"
@@ -81,7 +82,7 @@ class Critic:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         ranks.add_up(grads)
-        norm = float(torch.nn.utils.get_total_norm(grads))
+        norm = float(sum_of_squares(grads).sqrt())
         metrics = {
             "value_loss": float(loss.mean()),
             "value_mean_error": float(errors.mean()),

@@ -21,6 +21,7 @@ from evergrad.training.checkpoint import Checkpoint, read_checkpoint, write_chec
 from evergrad.training.config import TrainerConfig, TrainerError
 from evergrad.training.forest import Forest, Together, TrainedTokens, plant
 from evergrad.training.model import ScoreForest, score_forest
+from evergrad.training.parts import sum_of_squares
 from evergrad.transfer.worker import pick_device
 
 P = ParamSpec("P")
@@ -93,7 +94,7 @@ class Ranks:
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
         """L2 norm of the whole gradient."""
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return float(sum_of_squares(gradients).sqrt())
 
     def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> Future[None]:
         """Writes ``folder`` whole or not at all; see ``checkpoint.write_checkpoint``.

@@ -34,7 +34,7 @@ from evergrad.training.checkpoint import PARTS, Checkpoint, read_checkpoint, rea
 from evergrad.training.config import TrainerConfig, TrainerError
 from evergrad.training.forest import Together, TrainedTokens, deal, grow
 from evergrad.training.model import ScoreForest, Scores, score_forest
-from evergrad.training.parts import here
+from evergrad.training.parts import here, sum_of_squares
 from evergrad.training.ranks import Ranks, Share
 from evergrad.training.tensor_parallel import split_layers
 from evergrad.transfer.worker import pick_device
@@ -176,10 +176,9 @@ class ShardedRanks(Ranks):
         parts: dict[int, list[Tensor]] = {}
         for gradient in gradients:
             parts.setdefault(self._copies(gradient), []).append(here(gradient))
-        # In double precision, as a norm that a float32 can hold may have a square that it cannot.
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, group in parts.items():
-            squares += torch.nn.utils.get_total_norm(group).double() ** 2 / copies
+            squares += sum_of_squares(group) / copies
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
