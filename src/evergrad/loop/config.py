@@ -290,7 +290,7 @@ class TrainerSettings(Config):
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerSettings:
-        require_ranks(self.ranks, self.tensor_parallel)
+        require_ranks(self.ranks, self.tensor_parallel, self.lora)
         return self
 
 

@@ -19,12 +19,16 @@ class TrainerError(EvergradError):
 
 
 class LoraConfig(Config):
-    """Low-rank updates of linear layers: ``W + alpha/rank · B A`` (Hu et al. 2021, arXiv 2106.09685)."""
+    """Low-rank updates of linear layers: ``W + scale · B A`` with ``scale = alpha/rank`` (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
     targets: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
     """Last parts of the names of the linear layers to adapt."""
+    rslora: bool = False
+    """``scale = alpha/√rank`` instead, which does not shrink the update as the rank grows (arXiv 2312.03732)."""
+    dora: bool = False
+    """Learns the length of each row of the adapted matrix apart from its direction (DoRA, arXiv 2402.09353)."""
 
 
 class OptimizerConfig(Config):
@@ -123,17 +127,21 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerConfig:
-        require_ranks(self.ranks, self.tensor_parallel)
+        require_ranks(self.ranks, self.tensor_parallel, self.lora)
         return self
 
 
-def require_ranks(ranks: int, tensor_parallel: int) -> None:
+def require_ranks(ranks: int, tensor_parallel: int, lora: LoraConfig) -> None:
     """
     Raises:
-        ValueError: the ranks cannot be split like that.
+        ValueError: the ranks, or the layers, cannot be split like that.
     """
     if ranks % tensor_parallel:
         raise ValueError(f"{ranks} ranks cannot be split by tensor_parallel = {tensor_parallel}; choose a divisor of ranks")
+    if tensor_parallel > 1 and lora.dora:
+        raise ValueError(
+            "tensor_parallel would cut the rows whose lengths DoRA learns; set tensor_parallel = 1, or lora.dora = false"
+        )
 
 
 def require_model_folder(path: str) -> None:

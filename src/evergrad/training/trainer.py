@@ -28,15 +28,6 @@ from evergrad.training.checkpoint import Checkpoint
 from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
 from evergrad.training.critic import Critic
 from evergrad.training.forest import Forest, TrainedTokens
-from evergrad.training.lora import (
-    LoraLinear,
-    add_lora,
-    as_reference,
-    load_adapter_tensors,
-    load_reference_tensors,
-    reference_tensors,
-    write_adapter,
-)
 from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.meter import Meter
 from evergrad.training.model import load_model, sequence_logprobs
@@ -45,12 +36,9 @@ from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
 from evergrad.training.reading import Columns, in_order, read_off
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.training.updates import merged, mini_batches, with_proximal
-from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
-from evergrad.transfer.files import write_safetensors
+from evergrad.training.weights import FullWeights, LoraWeights, Weights
+from evergrad.transfer import whole_folder
 from evergrad.types import TrainingBatch, TrainingSample
-
-_NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files of a model folder that go along with an export."""
 
 
 class Trainer:
@@ -93,11 +81,10 @@ class Trainer:
         master = torch.promote_types(dtype, torch.float32)
         loaded = self._ranks.load_device or self._device
         self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, loaded)
-        self._lora: dict[str, LoraLinear] = {}
-        if config.method == "lora":
-            self._lora = self._add_lora(master)
+        lora = config.method == "lora"
+        self._weights: Weights = LoraWeights(self._model, config, master) if lora else FullWeights(self._model, config)
         self._score = self._ranks.place(self._model)
-        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._parameters = self._weights.parameters
         self._optimizer = self._fresh_optimizer()
         self._critic = self._fresh_critic()
 
@@ -108,13 +95,6 @@ class Trainer:
     def watch(self, on_loss: Callable[[RanksLost], None]) -> None:
         """Calls ``on_loss`` once, from another thread, when a rank has died."""
         self._ranks.watch(on_loss)
-
-    def _add_lora(self, dtype: torch.dtype) -> dict[str, LoraLinear]:
-        head = self._model.get_output_embeddings()
-        layers = add_lora(self._model, self.config.lora, self.config.seed, dtype)
-        if self._model.get_output_embeddings() is not head:
-            raise TrainerError("the output embedding cannot be a LoRA target", hint="remove it from lora.targets")
-        return layers
 
     def _fresh_critic(self) -> Critic | None:
         if self.config.critic is None:
@@ -252,7 +232,7 @@ class Trainer:
         if forest.items[0].sample.reference_logprobs is not None:
             wide = torch.promote_types(self._model.dtype, torch.float32)
             return torch.from_numpy(forest.column("reference_logprobs")).to(self._device, wide)
-        with as_reference(self._lora):
+        with self._weights.as_reference():
             return self._score(forest).logprobs
 
     @on_all_ranks
@@ -267,14 +247,11 @@ class Trainer:
             TrainerError: a masked token is a sample's first or unknown to the model, or the reference of a full fine-tuning
                 was asked for.
         """
-        if reference and self.config.method == "full":
-            raise TrainerError(
-                "full fine-tuning keeps no reference", hint="score without reference=True before the first update"
-            )
+        computed = self._weights.as_reference() if reference else nullcontext()
         wanted = scored_tokens(samples)
         for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        with as_reference(self._lora) if reference else nullcontext():
+        with computed:
             scored = self._read_off(wanted, lambda forest: [self._score(forest).logprobs])
         return [row[0] for row in in_order(samples, scored, 1)]
 
@@ -349,27 +326,15 @@ class Trainer:
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of what :meth:`named_weights` yields."""
-        if self.config.method == "full":
-            return {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
-        return {f"{name}.weight": (tuple(layer.weight.shape), layer.weight.dtype) for name, layer in self._lora.items()}
+        return self._weights.layout()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that training can change, whole, adapters merged, under Hugging Face names; tied ones once."""
-        if self.config.method == "full":
-            yield from ((name, self._whole(name)) for name in self._parameters)
-        for name, layer in self._lora.items():
-            yield f"{name}.weight", merge_lora(*self._lora_parts(name), layer.scale)
+        return self._weights.named(self._whole)
 
     def write_weights(self, views: Mapping[str, Tensor]) -> None:
         """Writes :meth:`named_weights` into ``views`` (same names and shapes) without making them first."""
-        if self.config.method == "full":
-            for name in self._parameters:
-                views[name].copy_(self._whole(name))
-        for name, layer in self._lora.items():
-            merge_lora(*self._lora_parts(name), layer.scale, out=views[f"{name}.weight"])
-
-    def _lora_parts(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        return self._whole(f"{name}.weight"), self._whole(f"{name}.lora_a"), self._whole(f"{name}.lora_b")
+        self._weights.write(views, self._whole)
 
     @on_all_ranks
     def _whole(self, name: str) -> Tensor:
@@ -411,7 +376,7 @@ class Trainer:
             dict(self._parameters),
             state,
             torch.get_rng_state(),
-            dict(reference_tensors(self._lora)),
+            self._weights.reference(),
             self._critic.state() if self._critic is not None else {},
         )
         return self._ranks.write_checkpoint(folder, checkpoint)
@@ -433,7 +398,7 @@ class Trainer:
             )
         for name, parameter in self._parameters.items():
             fill(parameter, checkpoint.weights[name])
-        load_reference_tensors(self._lora, checkpoint.reference)
+        self._weights.load_reference(checkpoint.reference)
         self._optimizer = self._fresh_optimizer()
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
@@ -451,15 +416,7 @@ class Trainer:
             TransferError: the disk refused; what was at ``folder`` is untouched.
         """
         with whole_folder(folder) as partial:
-            if self.config.method == "lora":
-                write_adapter(partial, self._lora, self._whole, self.config.lora, str(Path(self.config.model).absolute()))
-                return
-            for pattern in _NOT_WEIGHTS:
-                for path in Path(self.config.model).glob(pattern):
-                    if not path.name.endswith(".index.json"):
-                        (partial / path.name).write_bytes(path.read_bytes())
-            self._model.config.save_pretrained(partial)  # the trained dtype, not the base's
-            write_safetensors(partial / "model.safetensors", self.named_weights())
+            self._weights.export(partial, self._whole)
 
     @on_all_ranks
     def reset(self, weights_uri: str | None = None) -> None:
@@ -470,36 +427,14 @@ class Trainer:
         Raises:
             TrainerError, TransferError: the export does not fit or is damaged; the trainer is as it was.
         """
-        if self.config.method == "lora":
-            if weights_uri is None:
-                self._reset_lora()
-            else:
-                load_adapter_tensors(self._lora, *load_adapter(weights_uri))
-                for layer in self._lora.values():
-                    layer.freeze()
-        else:
-            self._load_full(weights_uri or self.config.model)
+        self._weights.restart(weights_uri)
         self._optimizer = self._fresh_optimizer()
         self._critic = self._fresh_critic()
         self.updates = 0
 
-    def _reset_lora(self) -> None:
-        generator = torch.Generator().manual_seed(self.config.seed)
-        for layer in self._lora.values():
-            layer.reset(generator)
-
-    def _load_full(self, weights_uri: str) -> None:
-        tensors = load_tensors(weights_uri)
-        for name, parameter in self._parameters.items():
-            if name not in tensors or tensors[name].shape != parameter.shape:
-                raise TrainerError(f"'{name}' is missing or of another shape", where=weights_uri)
-        for name, parameter in self._parameters.items():
-            fill(parameter, tensors[name])
-
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}
-        lora = self.config.lora.model_dump(mode="json") if self.config.method == "lora" else None
-        identity = {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
+        identity = {**self._weights.identity(), "model": Path(self.config.model).name, "shapes": shapes}
         return identity if self.config.critic is None else {**identity, "critic": self.config.critic.hidden}
 
 
