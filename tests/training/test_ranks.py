@@ -40,12 +40,19 @@ DEPENDS_ON_THE_CUT = {"seconds", "trained_tokens", "micro_batches"}
 
 
 def config_of(
-    folder: Path, method: str, ranks: int = 1, tensor_parallel: int = 1, dtype: str = "float64", micro_batch_tokens: int = 40
+    folder: Path,
+    method: str,
+    ranks: int = 1,
+    tensor_parallel: int = 1,
+    dtype: str = "float64",
+    micro_batch_tokens: int = 40,
+    **fields: object,
 ) -> TrainerConfig:
     return TrainerConfig.model_validate(
         {
             "model": str(folder),
-            "method": method,
+            "method": "lora" if method == "dora" else method,
+            "lora": {"dora": method == "dora"},
             "ranks": ranks,
             "tensor_parallel": tensor_parallel,
             "threads": 1,
@@ -55,6 +62,7 @@ def config_of(
             "optimizer": {"lr": 0.01, "eps": 1e-4},
             "critic": {"hidden": 16, "lr": 0.02},
             "device": "cpu",
+            **fields,
         }
     )
 
@@ -164,9 +172,29 @@ def test_in_float32_the_gradient_is_the_same_however_it_is_cut_and_shared_out(
             assert difference <= 1e-6 * expected.double().norm(), (sizes, name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_rounded_weights_and_a_budget_give_two_ranks_the_gradient_of_one(
+    model_folder: Path, tmp_path: Path, method: str
+) -> None:
+    """Both round the same weights the same way; the budget has every layer computed twice."""
+    found = []
+    for ranks in (1, 2):
+        fields = {"mixed_precision": True, "memory_gib": 0.0045 if method == "full" else 0.0035}
+        with closing(Trainer(config_of(model_folder, method, ranks, 1, "float32", 4096, **fields))) as trainer:
+            metrics = trainer.step(make_batch(0), RL)
+            found.append(gradient(trainer, tmp_path / f"{ranks}"))
+            assert metrics["micro_batches"] > ranks
+    for name, expected in found[0].items():
+        difference = (found[1][name].double() - expected.double()).norm()
+        assert difference <= 1e-2 * expected.double().norm(), name
+
+
 def test_ranks_that_cannot_be_split_are_refused_before_they_start() -> None:
     with pytest.raises(ValueError, match="choose a divisor of ranks"):
         TrainerConfig(model="m", ranks=3, tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"lora\.dora = false"):
+        TrainerConfig.model_validate({"model": "m", "ranks": 2, "tensor_parallel": 2, "lora": {"dora": True}})
 
 
 @pytest.mark.parametrize(
@@ -276,6 +304,7 @@ async def test_a_killed_rank_ends_the_server_by_name_and_a_killed_server_leaves_
         pytest.param(("full", 4, 2), marks=pytest.mark.slow),
         pytest.param(("full", 4, 1), marks=pytest.mark.slow),
         pytest.param(("lora", 4, 1), marks=pytest.mark.slow),
+        pytest.param(("dora", 2, 1), marks=pytest.mark.slow),
     ],
     ids=lambda given: f"{given[0]}-{given[1]}-ranks-tensor-parallel-{given[2]}",
 )

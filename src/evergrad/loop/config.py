@@ -283,6 +283,10 @@ class TrainerSettings(Config):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     micro_batch_tokens: int = Field(1024, ge=16)
+    memory_gib: float | None = Field(None, gt=0)
+    """What the tensors of each rank may take; micro-batches become smaller to fit, then activations are computed twice."""
+    mixed_precision: bool | None = None
+    """Computes with weights rounded to bfloat16; when absent, on CUDA only."""
     ranks: int = Field(1, ge=1)
     """Processes that hold the model in parts (FSDP) and share out each batch; with CUDA, one GPU each."""
     tensor_parallel: int = Field(1, ge=1)

@@ -111,6 +111,9 @@ class TrainerConfig(Config):
     """For advantages that come from a critic; none when absent."""
     micro_batch_tokens: int = Field(default=1024, ge=1)
     """Distinct tokens computed at once; bounds memory, changes no gradient."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """What the tensors of each rank may take: weights, gradients, optimizer and activations; the libraries take their share
+    besides. Micro-batches become smaller to fit, then activations are computed twice instead of kept. Changes no gradient."""
     seed: int = 0
     """Of the first weights of a LoRA and a critic."""
     threads: int | None = Field(default=None, ge=1)
@@ -124,6 +127,9 @@ class TrainerConfig(Config):
     """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the frozen base; what is trained, and its optimizer state, is never narrower than float32."""
+    mixed_precision: bool | None = None
+    """Computes with weights rounded to bfloat16, and keeps them, their gradients and the optimizer as they are. When absent:
+    on CUDA, not on a CPU, where it is slower."""
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerConfig:

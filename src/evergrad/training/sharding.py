@@ -26,13 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from evergrad.training.checkpoint import PARTS, Checkpoint, read_checkpoint, read_state
 from evergrad.training.config import TrainerConfig, TrainerError
 from evergrad.training.forest import Together, TrainedTokens, deal, grow
+from evergrad.training.layerwise import decoder_layers
 from evergrad.training.model import ScoreForest, Scores, score_forest
 from evergrad.training.parts import here, sum_of_squares
 from evergrad.training.ranks import Ranks, Share
@@ -92,7 +93,7 @@ class ShardedRanks(Ranks):
             raise TrainerError(f"{self._config.ranks} ranks cannot share device '{name}'", hint="use 'cpu', 'cuda' or 'auto'")
         return self._device
 
-    def place(self, model: Any) -> ScoreForest:
+    def place(self, model: Any, compute_dtype: torch.dtype | None) -> ScoreForest:
         """Splits and shards the model in place.
 
         Raises:
@@ -100,12 +101,13 @@ class ShardedRanks(Ranks):
         """
         if self._config.tensor_parallel > 1:
             split_layers(model, self._mesh["tp"])
-        layers = set(model._no_split_modules or ())
-        for module in list(model.modules()):
-            if type(module).__name__ in layers:
-                fully_shard(module, mesh=self._mesh["fsdp"])
+        # Gradients are added up as they are kept, whatever they were computed with.
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32) if compute_dtype else None
+        options = {"mesh": self._mesh["fsdp"], **({"mp_policy": policy} if policy else {})}
+        for layer in decoder_layers(model):
+            fully_shard(layer, **options)
         # What is left, the embeddings and the last norm, is gathered for the whole of a pass.
-        fully_shard(model, mesh=self._mesh["fsdp"])
+        fully_shard(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses divide by what the whole batch holds, so that gradients add up; FSDP would divide once more.

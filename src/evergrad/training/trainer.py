@@ -29,6 +29,7 @@ from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, Up
 from evergrad.training.critic import Critic
 from evergrad.training.forest import Forest, TrainedTokens
 from evergrad.training.losses import Loss, TokenTensors, Totals
+from evergrad.training.memory import BudgetedMemory, Memory
 from evergrad.training.meter import Meter
 from evergrad.training.model import load_model, sequence_logprobs
 from evergrad.training.parts import fill, here, like, whole
@@ -83,8 +84,12 @@ class Trainer:
         self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, loaded)
         lora = config.method == "lora"
         self._weights: Weights = LoraWeights(self._model, config, master) if lora else FullWeights(self._model, config)
-        self._score = self._ranks.place(self._model)
+        mixed = self._device.type == "cuda" if config.mixed_precision is None else config.mixed_precision
+        self._score = self._ranks.place(self._model, torch.bfloat16 if mixed else None)
         self._parameters = self._weights.parameters
+        self._memory = Memory(config.micro_batch_tokens)
+        if config.memory_gib is not None:
+            self._memory = BudgetedMemory(config, self._model, self._score, list(self._parameters.values()))
         self._optimizer = self._fresh_optimizer()
         self._critic = self._fresh_critic()
 
@@ -175,7 +180,7 @@ class Trainer:
         rule = loss.build()
         trained = self._trained(batch, rule)
         totals = totals_of(batch, rule)
-        share = self._ranks.share(trained, self.config.micro_batch_tokens, keep=kept_together(rule))
+        share = self._ranks.share(trained, self._memory.nodes_at_once(trained), keep=kept_together(rule))
         meter = Meter(batch, rule)
         for forest in share.forests:
             self._backward(forest, rule, totals, meter)
@@ -192,7 +197,8 @@ class Trainer:
 
     def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
         reference = self._reference(forest) if rule.needs_reference else None
-        logprobs, entropies, states = self._score(forest, entropies=rule.needs_entropy)
+        with self._memory.computing(forest):
+            logprobs, entropies, states = self._score(forest, entropies=rule.needs_entropy)
 
         def column(field: str) -> Tensor:
             return torch.from_numpy(forest.column(field)).to(logprobs)
@@ -220,7 +226,8 @@ class Trainer:
         """As many forward and backward passes as :meth:`_backward` makes, with a gradient of zero."""
         if rule.needs_reference:
             self._reference(forest)
-        logprobs = self._score(forest).logprobs
+        with self._memory.computing(forest):
+            logprobs = self._score(forest).logprobs
         logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
 
     def _values(self, critic: Critic, forest: Forest, states: Tensor) -> Tensor:
@@ -278,7 +285,7 @@ class Trainer:
         return [row[0] for row in rows], [row[1] for row in rows]
 
     def _read_off(self, wanted: Sequence[TrainedTokens], columns: Columns) -> dict[int, list[tuple[float, ...]]]:
-        return read_off(self._ranks, self.config.micro_batch_tokens, wanted, columns)
+        return read_off(self._ranks, self._memory.nodes_at_once(wanted, backward=False), wanted, columns)
 
     @on_all_ranks
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
