@@ -17,7 +17,8 @@ R = TypeVar("R")
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The layers that a transformers model repeats, in order."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # By base classes, too: FSDP makes each layer's class one of its own.
+    return [module for module in model.modules() if names.intersection(base.__name__ for base in type(module).__mro__)]
 
 
 def rounded(

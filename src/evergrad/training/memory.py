@@ -182,13 +182,13 @@ def _kept_bytes(model: Any, score: ScoreForest, nodes: int) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage._cdata] = storage.nbytes()  # not by address: what FSDP frees meanwhile leaves its own to others
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         found = score(_chain(model, nodes)).logprobs
     found.backward(torch.zeros_like(found))  # type: ignore[no-untyped-call]
-    weights = {here(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = {here(parameter).untyped_storage()._cdata for parameter in model.parameters()}
     for parameter in model.parameters():
         parameter.grad = None
     return sum(size for place, size in kept.items() if place not in weights)

@@ -102,12 +102,11 @@ class ShardedRanks(Ranks):
         if self._config.tensor_parallel > 1:
             split_layers(model, self._mesh["tp"])
         # Gradients are added up as they are kept, whatever they were computed with.
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32) if compute_dtype else None
-        options = {"mesh": self._mesh["fsdp"], **({"mp_policy": policy} if policy else {})}
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
         for layer in decoder_layers(model):
-            fully_shard(layer, **options)
+            fully_shard(layer, mesh=self._mesh["fsdp"], mp_policy=policy)
         # What is left, the embeddings and the last norm, is gathered for the whole of a pass.
-        fully_shard(model, **options)
+        fully_shard(model, mesh=self._mesh["fsdp"], mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses divide by what the whole batch holds, so that gradients add up; FSDP would divide once more.
