@@ -292,6 +292,13 @@ def test_reset_starts_from_an_export_or_the_base(model_folder: Path, tmp_path: P
     with pytest.raises((TrainerError, TransferError)):
         trainer.reset(str(tmp_path / "nothing"))
     if method == "lora":
+        before = weights(trainer)
+        config = tmp_path / "v1" / "adapter_config.json"
+        config.write_text(config.read_text().replace("small-llama", "other-llama"))
+        with pytest.raises(TransferError, match="for base 'other-llama', not 'small-llama'"):
+            trainer.reset(str(tmp_path / "v1"))
+        assert equal(weights(trainer), before)
+        config.write_text(config.read_text().replace("other-llama", "small-llama"))
         with pytest.raises(TrainerError, match=r"lora\.rank"):
             new_trainer(model_folder, lora={**kind["lora"], "rank": 4}).reset(str(tmp_path / "v1"))
 

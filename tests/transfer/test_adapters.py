@@ -76,3 +76,13 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_first_tensor(tmp_pat
     (tmp_path / "adapter_config.json").write_text(json.dumps(config)[:-5])
     with pytest.raises(TransferError, match="configuration"):
         merged_tensors(base, tmp_path)
+
+
+def test_an_adapter_for_another_base_is_refused_though_its_shapes_fit(tmp_path: Path) -> None:
+    base, _ = peft_adapter(tmp_path)
+    config, tensors = load_adapter(tmp_path)
+    named = {**config, "base_model_name_or_path": "/models/theirs"}
+    with pytest.raises(TransferError, match="for base 'theirs', not 'ours'"):
+        merged_tensors(base, (named, tensors), "/elsewhere/ours")
+    for fine in (named, {**config, "base_model_name_or_path": None}):
+        assert dict(merged_tensors(base, (fine, tensors), "/elsewhere/theirs"))

@@ -26,7 +26,7 @@ from evergrad.training.lora import (
     write_adapter,
 )
 from evergrad.training.parts import fill
-from evergrad.transfer import load_adapter, load_tensors, merge_lora
+from evergrad.transfer import load_adapter, load_tensors, merge_lora, require_base
 from evergrad.transfer.files import write_safetensors
 
 Whole = Callable[[str], Tensor]
@@ -179,7 +179,9 @@ class LoraWeights(Weights):
             for layer in self._layers.values():
                 layer.reset(generator)
             return
-        load_adapter_tensors(self._layers, *load_adapter(weights_uri))
+        config, tensors = load_adapter(weights_uri)
+        require_base(config, self._config.model, weights_uri)
+        load_adapter_tensors(self._layers, config, tensors)
         for layer in self._layers.values():
             layer.freeze()
 

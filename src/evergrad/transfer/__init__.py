@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from evergrad.transfer.layout import Layout, Manifest, TensorSpec, TransferError
 
 if TYPE_CHECKING:
-    from evergrad.transfer.adapters import NamedTensors, load_adapter, lora_scale, merge_lora, merged_tensors, row_norms
+    from evergrad.transfer.adapters import (
+        NamedTensors,
+        load_adapter,
+        lora_scale,
+        merge_lora,
+        merged_tensors,
+        require_base,
+        row_norms,
+    )
     from evergrad.transfer.files import load_tensors, save_tensors, whole_folder
     from evergrad.transfer.slots import SlotPublisher, SlotReceiver
 
@@ -30,6 +38,7 @@ __all__ = [
     "lora_scale",
     "merge_lora",
     "merged_tensors",
+    "require_base",
     "row_norms",
     "save_tensors",
     "whole_folder",
@@ -44,6 +53,7 @@ _HOMES = {
     "lora_scale": "adapters",
     "merge_lora": "adapters",
     "merged_tensors": "adapters",
+    "require_base": "adapters",
     "row_norms": "adapters",
     "save_tensors": "files",
     "whole_folder": "files",

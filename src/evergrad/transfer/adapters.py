@@ -92,21 +92,44 @@ def load_adapter(folder: Path | str) -> tuple[dict[str, Any], dict[str, torch.Te
     return config, load_tensors(folder)
 
 
+def require_base(config: Mapping[str, Any], base: str, where: str | None = None) -> None:
+    """Holds the base that an adapter names against the one it is to be put on; one that names none passes.
+
+    Args:
+        config: Of the adapter.
+        base: Folder or name; the last part of it counts, as folders move.
+
+    Raises:
+        TransferError: it is another; an adapter fits any model of the same shapes, and would make nonsense of it.
+    """
+    named = config.get("base_model_name_or_path")
+    if named and Path(named).name != Path(base).name:
+        raise TransferError(
+            f"the adapter is for base '{Path(named).name}', not '{Path(base).name}'",
+            where=where,
+            hint="use its own base; if that only has another name here, write it into base_model_name_or_path",
+        )
+
+
 def merged_tensors(
     base: Mapping[str, torch.Tensor],
     adapter: Path | str | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+    base_model: str | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of ``base`` that the adapter changes, merged, under their Hugging Face names.
 
     ``adapter`` is a PEFT folder, or its configuration and tensors. All is checked before the first tensor is yielded: an
-    adapter of which any part matches nothing is refused, so that a base can never be served under an adapter's name.
+    adapter of which any part matches nothing is refused, so that a base can never be served under an adapter's name. With
+    ``base_model``, the folder that ``base`` is of, so is one that names another.
 
     Raises:
-        TransferError: a key that is no LoRA half or has no partner, a module that ``base`` lacks, a shape that does not fit,
-            or a feature of PEFT that this merge does not know.
+        TransferError: see :func:`require_base`; a key that is no LoRA half or has no partner, a module that ``base`` lacks, a
+            shape that does not fit, or a feature of PEFT that this merge does not know.
     """
     config, tensors = load_adapter(adapter) if isinstance(adapter, (str, Path)) else adapter
     where = str(adapter) if isinstance(adapter, (str, Path)) else None
+    if base_model is not None:
+        require_base(config, base_model, where)
     parts_of = _parts(config, tensors, where)
     for module, (lora_a, lora_b, *magnitude) in parts_of.items():
         weight = base.get(f"{module}.weight")
