@@ -187,7 +187,7 @@ def test_rounded_weights_and_a_budget_give_two_ranks_the_gradient_of_one(
             assert metrics["micro_batches"] > ranks
     for name, expected in found[0].items():
         difference = (found[1][name].double() - expected.double()).norm()
-        assert difference <= 1e-2 * expected.double().norm(), name
+        assert difference <= 3e-2 * expected.double().norm(), name
 
 
 def test_ranks_that_cannot_be_split_are_refused_before_they_start() -> None:
