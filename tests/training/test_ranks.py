@@ -35,7 +35,7 @@ CROSS_ENTROPY, RL = LossConfig(name="cross_entropy"), LossConfig()
 DPO = LossConfig(name="dpo")
 GRPO = LossConfig(name="grpo", options={"kl_coef": 0.1})
 CLOSE = {"rtol": 0.0, "atol": 1e-6}
-DEPENDS_ON_THE_CUT = {"seconds", "trained_tokens", "micro_batches"}
+DEPENDS_ON_THE_CUT = {"seconds", "tokens_per_s", "memory_gib", "trained_tokens", "micro_batches"}
 """A tree that is cut in two has its trunk in both parts."""
 
 

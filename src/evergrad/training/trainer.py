@@ -30,7 +30,7 @@ from evergrad.training.critic import Critic
 from evergrad.training.forest import Forest, TrainedTokens
 from evergrad.training.losses import Loss, TokenTensors, Totals
 from evergrad.training.memory import BudgetedMemory, Memory
-from evergrad.training.meter import Meter
+from evergrad.training.meter import Meter, memory_gib
 from evergrad.training.model import load_model, sequence_logprobs
 from evergrad.training.parts import fill, here, like, whole
 from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
@@ -128,9 +128,10 @@ class Trainer:
         Before the first of several updates the policy is scored once, if the loss takes its ratio to it and the samples bring
         no ``proximal_logprobs``.
 
-        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated``, ``skipped_nonfinite`` and
-        ``critic_skipped``, the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or
-        gradient is not finite is not applied, and counted in ``skipped_nonfinite``.
+        Returns the metrics of both, ``seconds``, ``tokens_per_s`` (of ``batch_tokens``) and ``memory_gib`` of this process; of
+        several updates the sum of work, ``updated``, ``skipped_nonfinite`` and ``critic_skipped``, the largest ``grad_norm``,
+        and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite is not applied, and counted
+        in ``skipped_nonfinite``.
 
         Raises:
             TrainerError: the batch cannot be trained on (see :meth:`forward_backward`), or not be cut into mini-batches;
@@ -148,7 +149,8 @@ class Trainer:
         for part in parts:
             metrics = self.forward_backward(part, loss)
             reports.append(metrics | self.optim_step(lr))
-        return {**merged(reports, batch), "seconds": time.perf_counter() - started}
+        found, seconds = merged(reports, batch), time.perf_counter() - started
+        return {**found, "seconds": seconds, "tokens_per_s": found["batch_tokens"] / seconds, "memory_gib": memory_gib()}
 
     def _anchored(self, batch: TrainingBatch, parts: Sequence[TrainingBatch], rule: Loss) -> list[TrainingBatch]:
         """The parts with ``proximal_logprobs`` of the policy of now, if the loss reads them and nobody brought any."""
@@ -168,9 +170,10 @@ class Trainer:
 
         Metrics: ``loss``; ``valid_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
-        ``micro_batches``; for losses of sampled tokens also ``ratio_mean``, ``ratio_max_error`` (largest |π/μ − 1|) and
-        ``mismatch_kl`` (of behaviour and current policy, per trained token); and the loss's own figures, such as
-        ``clipped_share``, ``reference_kl``, ``entropy``, ``margin`` and ``pair_accuracy``.
+        ``useful_token_share`` (of these, those with a gradient), ``micro_batches``; for losses of sampled tokens also
+        ``ratio_mean``, ``ratio_max_error`` (largest |π/μ − 1|) and ``mismatch_kl`` (of behaviour and current policy, a trained
+        token); and the loss's own figures, such as ``clipped_share``, ``reference_kl``, ``entropy``, ``margin`` and
+        ``pair_accuracy``.
 
         Raises:
             TrainerError: a trained position is a sample's first, has a log-probability or advantage that the loss reads and
