@@ -130,8 +130,8 @@ class Trainer:
 
         Returns the metrics of both, ``seconds``, ``tokens_per_s`` (of ``batch_tokens``) and ``memory_gib`` of this process; of
         several updates the sum of work, ``updated``, ``skipped_nonfinite`` and ``critic_skipped``, the largest ``grad_norm``,
-        and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite is not applied, and counted
-        in ``skipped_nonfinite``.
+        and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite is not applied, and
+        counted in ``skipped_nonfinite``.
 
         Raises:
             TrainerError: the batch cannot be trained on (see :meth:`forward_backward`), or not be cut into mini-batches;
