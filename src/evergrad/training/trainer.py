@@ -178,7 +178,8 @@ class Trainer:
         Raises:
             TrainerError: a trained position is a sample's first, has a log-probability or advantage that the loss reads and
                 that is not finite, or a token that the model does not know; more masked positions than ``num_valid_tokens``;
-                a preference pair that is none; a reference that nobody has. Named by sample and position; nothing changed.
+                a preference pair that is none; a reference that nobody has; a sample that no budget of memory has room for.
+                Named by sample and position; nothing changed.
         """
         rule = loss.build()
         trained = self._trained(batch, rule)
@@ -196,6 +197,7 @@ class Trainer:
         trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora", has_critic=has_critic)
         for item in trained:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+        self._memory.nodes_at_once(trained)  # also before the first of several updates: what cannot fit changes nothing
         return trained
 
     def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
