@@ -34,8 +34,8 @@ def compared_by_turn(
         discount: γ, a turn.
 
     >>> from evergrad.rollouts.advantages.group_mean import group_mean
-    >>> compared_by_turn(group_mean, [[0.0, 1.0], [0.0, 0.0], [0.25]], 1.0)
-    [[0.5833333333333334, 0.5], [-0.4166666666666667, -0.5], [-0.16666666666666669]]
+    >>> compared_by_turn(group_mean, [[0.0, 1.0], [0.0, 0.0], [0.5]], 1.0)
+    [[0.5, 0.5], [-0.5, -0.5], [0.0]]
     """
     returns = [returns_to_go(each, discount) for each in rewards]
     advantages: list[list[float]] = [[] for _ in rewards]
