@@ -69,11 +69,12 @@ async def test_each_fault_has_its_name(
 
 
 STEPWISE = """
+import asyncio
 from evergrad.envs import Environment, TaskRow, reward, tool
 from evergrad.types import Limits
 
 class Stepwise(Environment):
-    limits = Limits(max_turns=3, max_tokens_per_turn=80, max_total_tokens=600, score_timeout_s=0.2)
+    limits = Limits(max_turns=3, max_tokens_per_turn=80, max_total_tokens=600)
 
     @classmethod
     def tasks(cls, rng, config):
@@ -98,6 +99,8 @@ class Stepwise(Environment):
 
     @reward(per_turn=True, weight=-1.0)
     async def slow(self, reply: str) -> float:
+        if reply == "think":
+            await asyncio.sleep(1.2)
         return 0.125
 """
 
@@ -119,6 +122,19 @@ async def test_a_turn_has_a_reward_of_its_own_beside_the_verified_one(tmp_path: 
         assert (rollout.outcome, rollout.reward) == (Outcome.VERIFIER_FAULT, None)
         assert rollout.fault.startswith(f"verifier: {fault}")
         assert [turn.reward for turn in rollout.turns] == [0.375, None]
+
+
+async def test_judging_a_turn_takes_nothing_of_the_rollouts_time(tmp_path: Path, renderer: Renderer) -> None:
+    path = tmp_path / "stepwise.py"
+    path.write_text(STEPWISE)
+    taskset = Taskset(str(path))
+    task = taskset.tasks("train", 1)[0]
+    task = replace(task, limits=replace(task.limits, rollout_timeout_s=1.0, score_timeout_s=30.0))
+    rollout = await say(taskset, renderer, "think", task=task)
+    assert (rollout.outcome, rollout.turns[0].reward) == (Outcome.SCORED, -0.125)
+    task = replace(task, limits=replace(task.limits, score_timeout_s=0.5))
+    rollout = await say(taskset, renderer, "think", task=task)
+    assert rollout.fault == "verifier: slow took more than 0.5 s"
 
 
 async def test_rewards_of_turns_alone_do_not_make_a_score(tmp_path: Path, renderer: Renderer) -> None:
