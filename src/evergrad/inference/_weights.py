@@ -79,7 +79,7 @@ class WeightUpdates:
             if folder.resolve() == Path(engine.config.model).resolve():
                 engine.stage_base()
             elif (folder / "adapter_config.json").is_file():
-                engine.stage_weights(dict(merged_tensors(engine.model.base, folder)))
+                engine.stage_weights(dict(merged_tensors(engine.model.base, folder, engine.config.model)))
             else:
                 engine.stage_weights(load_tensors(folder), whole=True)
             pause_s = self._commit(policy_version, on_commit)

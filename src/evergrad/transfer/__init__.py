@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from evergrad.transfer.layout import Layout, Manifest, TensorSpec, TransferError
 
 if TYPE_CHECKING:
-    from evergrad.transfer.adapters import NamedTensors, load_adapter, merge_lora, merged_tensors
+    from evergrad.transfer.adapters import (
+        NamedTensors,
+        load_adapter,
+        lora_scale,
+        merge_lora,
+        merged_tensors,
+        require_base,
+        row_norms,
+    )
     from evergrad.transfer.files import load_tensors, save_tensors, whole_folder
     from evergrad.transfer.slots import SlotPublisher, SlotReceiver
 
@@ -27,8 +35,11 @@ __all__ = [
     "TransferError",
     "load_adapter",
     "load_tensors",
+    "lora_scale",
     "merge_lora",
     "merged_tensors",
+    "require_base",
+    "row_norms",
     "save_tensors",
     "whole_folder",
 ]
@@ -39,8 +50,11 @@ _HOMES = {
     "SlotReceiver": "slots",
     "load_adapter": "adapters",
     "load_tensors": "files",
+    "lora_scale": "adapters",
     "merge_lora": "adapters",
     "merged_tensors": "adapters",
+    "require_base": "adapters",
+    "row_norms": "adapters",
     "save_tensors": "files",
     "whole_folder": "files",
 }
