@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_LOGITS_BYTES = 24 * 2**20
-"""Logits that are made at one time; small enough for the allocator to use the same memory again."""
+_MAX_LOGITS_BYTES = 64 * 2**20
+"""Logits that are made at one time: enough rows for fast products, and few passes over the gradient of the weight."""
 
 _MAX_KEPT_BYTES = 256 * 2**20
 """Distributions that are kept for the backward pass when all of them fit; otherwise they are made again there."""
@@ -83,7 +83,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, bias, temperatures, row_of_pair, targets, entropies = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_weight = (torch.empty_like if ctx.chunks else torch.zeros_like)(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         grad = temperatures.new_zeros(len(targets)) if grad is None else grad
         kept, ctx.kept = ctx.kept[::-1], []
@@ -105,7 +105,8 @@ class _ChosenLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.t(), hidden[rows])
+                # The first product replaces what was there; zeros would be one more pass over the whole vocabulary.
+                grad_weight.addmm_(grad_logits.t(), hidden[rows], beta=0 if rows.start == 0 else 1)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
