@@ -167,6 +167,24 @@ def test_equal_to_the_layer_that_is_replaced(make: object) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_later_micro_batches_add_to_the_gradient_that_is_there() -> None:
+    torch.manual_seed(0)
+    module, other, trees = feed_forward(), attention(), forest()
+    for replaced in (module, other):
+        write_out_backward(replaced)
+    x = torch.randn(1, trees.num_nodes, WIDTH)
+    for parameters, run in (
+        (list(module.parameters()), lambda: module(x)),
+        (list(other.parameters()), lambda: attended(other, x, trees)),
+    ):
+        run().sum().backward()
+        first, places = [p.grad.clone() for p in parameters], [p.grad.data_ptr() for p in parameters]
+        run().mul(2).sum().backward()
+        assert [p.grad.data_ptr() for p in parameters] == places
+        for parameter, alone in zip(parameters, first, strict=True):
+            torch.testing.assert_close(parameter.grad, 3 * alone, rtol=1e-5, atol=1e-5)
+
+
 def test_other_forms_are_left_alone() -> None:
     torch.manual_seed(0)
     shifted = GemmaRMSNorm(WIDTH)  # multiplies by 1 + weight

@@ -40,8 +40,15 @@ class Block:
     """Nodes that are asked."""
     gathered: slice
     """Where these lie in the plan's ``key_index``."""
+    num_open: int
+    """Keys, from the first on, that are ancestors of all queries."""
     bias: Tensor
-    """[queries, keys]: 0 where the key is an ancestor of the query, −∞ where it is not."""
+    """[queries, other keys]: 0 where the key is an ancestor of the query, −∞ where it is not."""
+
+    @property
+    def num_scores(self) -> int:
+        """Query-key products, per head."""
+        return len(self.bias) * (self.num_open + self.bias.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +75,14 @@ class AttentionPlan:
             seen = (index[None, :] <= queries) & (queries < forest.ends[index][None, :])
             if window is not None:
                 seen &= forest.depths[queries] - forest.depths[index][None, :] < window
-            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-            blocks.append(Block(slice(start, stop), ranges, slice(taken, taken + len(index)), bias.to(device)))
+            num_open = int(np.append(seen.all(0), False).argmin())
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))[:, num_open:]
+            gathered = slice(taken, taken + len(index))
+            blocks.append(Block(slice(start, stop), ranges, gathered, num_open, bias.contiguous().to(device)))
             indices.append(index)
             taken += len(index)
         key_index = torch.from_numpy(np.concatenate(indices)).to(device)
-        return cls(tuple(blocks), key_index, sum(block.bias.numel() for block in blocks))
+        return cls(tuple(blocks), key_index, sum(block.num_scores for block in blocks))
 
 
 class AttentionPlans:
@@ -221,10 +230,8 @@ def _rows_of(block: Block, group: int) -> slice:
 
 
 def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int) -> Tensor:
-    num_queries, num_keys = block.bias.shape
-    scores = rows.new_empty(len(rows), num_queries * group, num_keys)
-    scores.view(-1, num_queries, group, num_keys).copy_(block.bias[:, None])
-    scores.baddbmm_(rows, keys.transpose(1, 2))
+    scores = torch.bmm(rows, keys.transpose(1, 2))
+    scores.view(len(rows), -1, group, scores.shape[-1])[..., block.num_open :] += block.bias[:, None]
     return torch.softmax(scores, -1)
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 from evergrad.training.attention import AttentionPlans
 from evergrad.training.forest import Forest, TrainedTokens, grow
 from evergrad.training.rotary_attention import rotary_attention
+from evergrad.training.weight_gradients import weight_gradient
 from evergrad.types import TrainingSample
 
 _PROBE_ROWS = 3
@@ -134,12 +135,12 @@ class _Gated(torch.autograd.Function):
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
         grad_inner = torch.mm(grad, down)
         active = functional.silu(gated)
-        grad_down = torch.mm(grad.t(), active * raised) if wants_down else None
+        grad_down = weight_gradient(down, grad, active * raised) if wants_down else None
         grad_raised = active.mul_(grad_inner)
         grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(raised), gated)
         grad_x = torch.mm(grad_gated, gate).addmm_(grad_raised, up) if wants_x else None
-        grad_gate = torch.mm(grad_gated.t(), x) if wants_gate else None
-        grad_up = torch.mm(grad_raised.t(), x) if wants_up else None
+        grad_gate = weight_gradient(gate, grad_gated, x) if wants_gate else None
+        grad_up = weight_gradient(up, grad_raised, x) if wants_up else None
         return grad_x, grad_gate, grad_up, grad_down
 
 

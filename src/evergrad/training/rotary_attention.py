@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evergrad.training.attention import AttentionPlan, attend, attend_backward
+from evergrad.training.weight_gradients import weight_gradient
 
 
 def rotary_attention(
@@ -86,10 +87,10 @@ class _RotaryAttention(torch.autograd.Function):
         grad_x = torch.mm(grad_query, query).addmm_(grad_key, key).addmm_(grad_value, value) if wants_x else None
         return (
             grad_x,
-            torch.mm(grad_query.t(), x) if wants_query else None,
-            torch.mm(grad_key.t(), x) if wants_key else None,
-            torch.mm(grad_value.t(), x) if wants_value else None,
-            torch.mm(grad.t(), read) if wants_output else None,
+            weight_gradient(query, grad_query, x) if wants_query else None,
+            weight_gradient(key, grad_key, x) if wants_key else None,
+            weight_gradient(value, grad_value, x) if wants_value else None,
+            weight_gradient(output, grad, read) if wants_output else None,
             None,
             None,
             None,
