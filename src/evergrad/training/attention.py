@@ -205,7 +205,7 @@ def attend_backward(
         _add_to_ranges(grad_value, torch.bmm(probabilities.transpose(1, 2), grads[:, part]), block.ranges)
         grad_scores = torch.bmm(grads[:, part], values[:, here].transpose(1, 2))
         # d softmax: p · (g − Σ p g); masked entries have p = 0 and so stay 0.
-        grad_scores = torch._softmax_backward_data(grad_scores, probabilities, -1, probabilities.dtype)
+        torch._softmax_backward_data(grad_scores, probabilities, -1, probabilities.dtype, grad_input=grad_scores)
         torch.bmm(grad_scores, asked, out=grad_rows[:, part])
         _add_to_ranges(grad_key, torch.bmm(grad_scores.transpose(1, 2), rows[:, part]), block.ranges)
     return grad_rows
@@ -232,7 +232,8 @@ def _rows_of(block: Block, group: int) -> slice:
 def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int) -> Tensor:
     scores = torch.bmm(rows, keys.transpose(1, 2))
     scores.view(len(rows), -1, group, scores.shape[-1])[..., block.num_open :] += block.bias[:, None]
-    return torch.softmax(scores, -1)
+    # In place, here and in the backward pass: a block's scores still lie in the cache, another tensor would not.
+    return torch.softmax(scores, -1, out=scores)
 
 
 def _add_to_ranges(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
