@@ -39,13 +39,15 @@ from evergrad.training.selection import kept_together, scored_tokens, totals_of,
 from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.training.weights import FullWeights, LoraWeights, Weights
 from evergrad.transfer import whole_folder
+from evergrad.transfer.process import keep_freed_memory
 from evergrad.types import TrainingBatch, TrainingSample
 
 
 class Trainer:
     """Owns the model that learns, its optimizer, and its place in the run.
 
-    Sets torch's number of threads when the configuration names one. The same batches in the same order from the same
+    Sets torch's number of threads when the configuration names one; on a CPU the whole process keeps the memory that it frees
+    (see :func:`~evergrad.transfer.process.keep_freed_memory`). The same batches in the same order from the same
     checkpoint give the same weights bit for bit on the CPUs of one machine with one number of threads and ranks. On a GPU they
     agree to rounding: some of its kernels add up in an order that is free.
 
@@ -78,6 +80,8 @@ class Trainer:
         if config.threads is not None:
             torch.set_num_threads(max(1, config.threads // config.ranks))
         self._device = self._ranks.device(config.device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         dtype = getattr(torch, config.dtype)
         master = torch.promote_types(dtype, torch.float32)
         loaded = self._ranks.load_device or self._device
