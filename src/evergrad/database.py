@@ -10,7 +10,7 @@ import re
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ import sqlalchemy as sa
 from evergrad.types import EvergradError
 
 _BUSY_TIMEOUT_MS = 30_000
+
+Upgrade = Callable[[sa.Connection, int], None]
+"""Brings tables of an earlier schema version, which it is told, to the present one, within one transaction."""
 
 
 class DatabaseError(EvergradError):
@@ -34,19 +37,28 @@ class Database:
         tables: The room's tables; created when absent.
         room: Name under which the schema's version is kept and writers exclude each other; rooms may share a database.
         schema_version: Raised by the room whenever its tables change.
+        upgrade: For tables that an earlier version wrote; without it they are refused.
 
     Raises:
-        DatabaseError: not a database, not reachable, or written by another schema version.
+        DatabaseError: not a database, not reachable, or written by a later schema version.
     """
 
-    def __init__(self, location: str | Path, tables: sa.MetaData, *, room: str, schema_version: int) -> None:
+    def __init__(
+        self,
+        location: str | Path,
+        tables: sa.MetaData,
+        *,
+        room: str,
+        schema_version: int,
+        upgrade: Upgrade | None = None,
+    ) -> None:
         text = str(location)
         if "://" in text:
             self.where = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", text)
         else:
             Path(text).parent.mkdir(parents=True, exist_ok=True)
             self.where, text = text, f"sqlite:///{text}"
-        self._tables, self._room, self._schema_version = tables, room, schema_version
+        self._tables, self._room, self._schema_version, self._upgrade = tables, room, schema_version, upgrade
         try:
             backend = sa.make_url(text).get_backend_name()
             if backend not in ("sqlite", "postgresql"):
@@ -108,6 +120,9 @@ class Database:
                     self._tables.create_all(connection)
                     connection.execute(schemas.insert().values(room=self._room, version=self._schema_version))
         stored = self._stored_version(schemas)
+        if stored is not None and stored < self._schema_version and self._upgrade is not None:
+            self._bring_up(schemas, self._upgrade)
+            stored = self._stored_version(schemas)
         if stored != self._schema_version:
             newer = stored is not None and stored > self._schema_version
             raise DatabaseError(
@@ -115,6 +130,15 @@ class Database:
                 where=self.where,
                 hint="upgrade Evergrad" if newer else "use the Evergrad that wrote it, or start a new database",
             )
+
+    def _bring_up(self, schemas: sa.Table, upgrade: Upgrade) -> None:
+        mine = schemas.c.room == self._room
+        with self.write() as connection:
+            # Asked again now that no other process can write: it may have done this meanwhile.
+            stored = connection.execute(sa.select(schemas.c.version).where(mine)).scalar_one()
+            if stored < self._schema_version:
+                upgrade(connection, stored)
+                connection.execute(schemas.update().where(mine).values(version=self._schema_version))
 
     def _stored_version(self, schemas: sa.Table) -> int | None:
         with self.read() as connection:

@@ -9,6 +9,10 @@ The walk of one rollout, and the noun at each stop::
     rollouts.Buffer ──TrainingBatch──▶ training.Trainer ──tensors, policy_version──▶ transfer ──▶ inference engine
     registry ──ModelVersion──▶ evals.evaluate ──EvalReport──▶ evals.gate ──Verdict──▶ registry.promote
 
+With a canary, the verdict begins a release instead, and live sessions decide where it ends::
+
+    registry.releases ──Release──▶ inference.Front ──Rollout──▶ loop ──SessionOutcome──▶ evals.rule_on_canary ──▶ registry
+
 Beside it, ``ledger`` keeps a ``CostEntry`` for the core-seconds of each phase; the report puts them next to what they bought.
 """
 
@@ -394,6 +398,73 @@ class Verdict:
     """JSON values: n, wins, losses, delta, ci95, p_value, alpha, guards, costs, report hashes."""
     candidate_id: str = ""
     incumbent_id: str | None = None
+
+
+class Side(StrEnum):
+    """Which of the two versions of a release answers a session."""
+
+    INCUMBENT = "incumbent"
+    """What the alias serves; the predecessor, should the candidate take its place."""
+    CANDIDATE = "candidate"
+
+
+class ReleaseState(StrEnum):
+    """Where a release stands; it ends in one of the last two."""
+
+    SHADOW = "shadow"
+    """The candidate answers copies of live requests, and nobody sees what it says."""
+    CANARY = "canary"
+    """The candidate answers a share of the live sessions."""
+    PROMOTED = "promoted"
+    """The alias serves the candidate."""
+    ROLLED_BACK = "rolled_back"
+    """The candidate answers nobody; the alias serves what it served before."""
+
+    @property
+    def is_open(self) -> bool:
+        return self in (ReleaseState.SHADOW, ReleaseState.CANARY)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A candidate on its way from the gate to its alias, as the registry knows it.
+
+    >>> Release(1, "production", "v2", "v1", {"shares": [0.05]}, ReleaseState.CANARY, 0.05, "").salt
+    'production/v2/1'
+    """
+
+    release_id: int
+    alias: str
+    candidate_id: str
+    incumbent_id: str
+    plan: Mapping[str, Any]
+    """What was registered before the candidate met any request: shares, outcomes, level; JSON values."""
+    state: ReleaseState
+    share: float
+    """Of the sessions, in [0, 1]: what the candidate answers."""
+    since: str
+    """UTC, ISO 8601: when it came to this state and share."""
+
+    @property
+    def salt(self) -> str:
+        """What sessions are dealt by, so that not the same ones are the first to meet every candidate."""
+        return f"{self.alias}/{self.candidate_id}/{self.release_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOutcome:
+    """What came of one live session during a canary.
+
+    >>> SessionOutcome("live-7", Side.CANDIDATE, 1.0, share=0.05).score
+    1.0
+    """
+
+    session_id: str
+    side: Side
+    score: float | None
+    """In [0, 1]; ``None`` where a fault of engine, tools or verifier left nothing to score."""
+    share: float
+    """Of the sessions that the candidate answered when this one began."""
 
 
 @dataclass(frozen=True, slots=True)

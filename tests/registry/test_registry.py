@@ -350,7 +350,7 @@ def test_first_openings_at_once_make_one_schema(path: Path) -> None:
 def test_what_cannot_be_opened_says_why(tmp_path: Path, registry: Registry, path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE evergrad_schemas SET version = 99")
-    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 1.*upgrade Evergrad"):
+    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 2.*upgrade Evergrad"):
         Registry(path)
     (tmp_path / "text").write_text("no database, but long enough to look at " * 50)
     with pytest.raises(DatabaseError, match="file is not a database"):

@@ -1,5 +1,6 @@
 """Measures a version on held-out tasks and rules on promotion."""
 
+from evergrad.evals.canary import CanaryConfig, CanaryRuling, CanaryStep, HarmTest, rule_on_canary
 from evergrad.evals.evaluation import (
     GIVEN_UP,
     EvalError,
@@ -34,10 +35,14 @@ from evergrad.evals.statistics import (
 __all__ = [
     "GIVEN_UP",
     "Bettor",
+    "CanaryConfig",
+    "CanaryRuling",
+    "CanaryStep",
     "Costs",
     "EvalError",
     "GateConfig",
     "GiveUp",
+    "HarmTest",
     "PairedDifference",
     "Plan",
     "Rule",
@@ -61,6 +66,7 @@ __all__ = [
     "plan_from_json",
     "report_from_json",
     "report_hash",
+    "rule_on_canary",
     "sample_size",
     "sign_flip_p",
     "suite_hash",

@@ -66,13 +66,17 @@ class EngineControls(Protocol):
     async def close(self) -> None: ...
 
 
-class InferenceClient(EngineControls, Protocol):
-    """What generates for the loop: one engine (:class:`EngineClient`), or several behind a
-    :class:`~evergrad.inference.router.Router`. The methods are those of :class:`EngineClient`."""
+class Completes(Protocol):
+    """What answers requests: an engine, several behind a router, or two versions behind one front."""
 
     async def __call__(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
     ) -> Completion: ...
+
+
+class InferenceClient(EngineControls, Completes, Protocol):
+    """What generates for the loop: one engine (:class:`EngineClient`), or several behind a
+    :class:`~evergrad.inference.router.Router`. The methods are those of :class:`EngineClient`."""
 
 
 class EngineClient:

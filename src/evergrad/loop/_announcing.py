@@ -35,7 +35,8 @@ class GateSuite:
 def verdicts_before(registry: Registry, candidate_id: str, incumbent_id: str | None) -> list[Verdict]:
     """The gate's verdicts before this ruling: the whole state of the series, kept nowhere else.
 
-    After a crash the verdict of this very ruling may be on record already; it is no part of its own past.
+    After a crash the verdict of this very ruling may be on record already; it is no part of its own past. One that a promotion
+    by hand rests on once more is the same try.
     """
     earlier: list[Verdict] = []
     for verdict in registry.verdicts():
@@ -43,7 +44,8 @@ def verdicts_before(registry: Registry, candidate_id: str, incumbent_id: str | N
             continue  # by hand
         if (verdict.candidate_id, verdict.incumbent_id) == (candidate_id, incumbent_id):
             break
-        earlier.append(verdict)
+        if verdict not in earlier:
+            earlier.append(verdict)
     return earlier
 
 

@@ -33,6 +33,7 @@ class Stage(StrEnum):
     WARM_START = "warm_start"
     LEARN = "learn"
     MEASURE = "measure"
+    RELEASE = "release"
     WATCH = "watch"
     DONE = "done"
 

@@ -1,6 +1,7 @@
 """MEASURE: what will be ruled is announced, candidate and incumbent are measured, the gate rules, the alias moves.
 
-Consumes the weights that LEARN left; waits for paired evaluations on every suite; a promotion unblocks serving.
+Consumes the weights that LEARN left; waits for paired evaluations on every suite; a promotion unblocks serving. With a canary
+the alias does not move here: the verdict begins a release, which RELEASE carries out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from evergrad.loop._announcing import (
 )
 from evergrad.loop._certifying import certify
 from evergrad.loop._folder import Stage, write_json
+from evergrad.loop._releasing import begin_release
 from evergrad.loop._scores import keep_row, score_row, task_costs
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
@@ -62,11 +64,11 @@ async def measure(session: Session) -> Stage:
             verdict = gate(
                 after, before, session.config.gate, primary=primary, anchor=anchors, costs=costs, history=history, plan=plan
             )
-    await _rule(session, candidate, verdict)
-    _record_cycle(session, verdict, before, after)
+    begun = await _rule(session, candidate, verdict)
+    _record_cycle(session, verdict, before, after, begun)
     certify(session, verdict, plan, suites)
     state.incumbent = None
-    return Stage.WATCH
+    return Stage.RELEASE if begun else Stage.WATCH
 
 
 def _serves_already(session: Session, candidate: ModelVersion) -> bool:
@@ -93,27 +95,36 @@ async def introduce(session: Session, version: ModelVersion) -> None:
     """Serves the first version, which has no incumbent to beat, and measures it."""
     with session.clock.phase("weight_sync"):
         await session.serving.load(version)
-    session.registry.promote(PRODUCTION, version.version_id, bootstrap=True)
+    session.registry.promote(PRODUCTION, version.version_id, bootstrap=True, actor="loop")
     session.state.serving = version.version_id
     session.event(f"{version.version_id} serves as the first version, at {session.serving.client.base_url}/v1")
     await report_for(session, version, session.state.deployed, session.serving.client)
 
 
-async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> None:
-    """Moves the alias when the verdict says so, as soon as the serving engine has proved that it holds the version."""
+async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> bool:
+    """Moves the alias when the verdict says so, as soon as the serving engine has proved that it holds the version.
+
+    Returns:
+        Whether a release has begun instead.
+    """
     write_json(session.folder.path / "verdicts" / f"{candidate.version_id}.json", dataclasses.asdict(verdict))
     told = "; ".join(verdict.reasons)
     if not verdict.promote:
         if strict_json(verdict) not in map(strict_json, session.registry.verdicts(candidate.version_id)):
             session.registry.record_verdict(verdict)
         session.event(f"refused {candidate.version_id}: {told}")
-        return
+        return False
+    if session.config.canary is not None and session.registry.resolve(PRODUCTION) != candidate.version_id:
+        begin_release(session, session.config.canary, verdict)
+        session.event(f"passed {candidate.version_id}: {told}")
+        return True
     with session.clock.phase("weight_sync"):
         await session.serving.load(candidate)
     if session.registry.resolve(PRODUCTION) != candidate.version_id:
-        session.registry.promote(PRODUCTION, candidate.version_id, verdict)
+        session.registry.promote(PRODUCTION, candidate.version_id, verdict, actor="gate")
     session.state.serving = candidate.version_id
     session.event(f"promoted {candidate.version_id}: {told}")
+    return False
 
 
 async def report_for(
@@ -172,9 +183,10 @@ def _record_score(session: Session, row: Mapping[str, Any]) -> None:
 
 
 def _record_cycle(
-    session: Session, verdict: Verdict, before: Mapping[str, EvalReport], after: Mapping[str, EvalReport]
+    session: Session, verdict: Verdict, before: Mapping[str, EvalReport], after: Mapping[str, EvalReport], begun: bool
 ) -> None:
-    """The cycle's line in the report: what it gained, on what evidence, for how much."""
+    """The cycle's line in the report: what it gained, on what evidence, for how much. The end of a release that has begun is
+    added to it."""
     state, suite = session.state, str(verdict.evidence["primary"])
     usd, started = session.spent_usd(), state.cycle_started
     others = {name: {"before": before[name].mean, "after": after[name].mean} for name in after if name != suite}
@@ -190,7 +202,7 @@ def _record_cycle(
             "other_suites": others,
             "ci95": verdict.evidence.get("ci95"),
             "n": len(after[suite].scores),
-            "verdict": "promoted" if verdict.promote else "refused",
+            "verdict": ("passed" if begun else "promoted") if verdict.promote else "refused",
             "reasons": list(verdict.reasons),
             "candidate": verdict.candidate_id,
             "incumbent": verdict.incumbent_id,

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from evergrad.inference import InferenceClient
+from evergrad.inference import Completes
 from evergrad.loop._session import Session
 from evergrad.rollouts import derive_seed, greedy_rollout
 from evergrad.types import Rollout
 
 
 async def play(
-    session: Session, settings: Mapping[str, Any], count: int, client: InferenceClient, *, name: str, source: str
+    session: Session, settings: Mapping[str, Any], count: int, client: Completes, *, name: str, source: str
 ) -> list[Rollout]:
     """Runs ``count`` held-out tasks on an engine, and keeps the rollouts under ``name``, which also draws the tasks."""
     taskset = session.taskset(settings)

@@ -1,19 +1,31 @@
-"""Serving: an engine of its own that follows the alias ``production``.
+"""Serving: an engine of its own that follows the alias ``production``, and during a release a second one for the candidate.
 
 Consumes the alias; waits for a promotion to load; every load ends in a proof, or in the version that served before.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad.inference import EngineClient, EngineConfig
 from evergrad.loop._probe import require_probe
-from evergrad.loop.placement import LocalPlacement
+from evergrad.loop.placement import LocalPlacement, Worker, WorkerDied
 from evergrad.registry import Registry
 from evergrad.types import EvergradError, ModelVersion
 
 PRODUCTION = "production"
+
+
+@dataclass
+class Standby:
+    """A candidate in an engine of its own, beside the one that serves its predecessor."""
+
+    version: ModelVersion
+    worker: Worker
+    client: EngineClient
+    death: str | None = None
+    """Why its engine ended by itself; what it was to answer, the predecessor answers."""
 
 
 class Serving:
@@ -23,6 +35,7 @@ class Serving:
         self._placement, self._config, self._registry, self._root = placement, config, registry, root
         self._client: EngineClient | None = None
         self.version: ModelVersion | None = None
+        self.standby: Standby | None = None
 
     @property
     def client(self) -> EngineClient:
@@ -55,6 +68,35 @@ class Serving:
         self.version = version
         return version
 
+    async def stand_by(self, version: ModelVersion) -> Standby:
+        """Holds ``version`` in a second engine, which proves that it does; the serving engine is not touched.
+
+        Raises:
+            EvergradError: it does not, or cannot read the weights; the second engine is ended by then.
+        """
+
+        def died(death: WorkerDied) -> None:
+            standby.death = str(death)
+
+        config = self._config.model_copy(update={"awaits_weights": True})
+        worker = await self._placement.start("candidate", "evergrad.inference", config, on_death=died)
+        self.standby = standby = Standby(version, worker, EngineClient(worker.base_url, worker.token))
+        try:
+            uri = str(self._root / version.weights_uri)
+            await standby.client.load_weights(uri, version.policy_version, served_names=[version.version_id])
+            await require_probe(version.metadata.get("probe"), standby.client, f"candidate {version.version_id}")
+        except EvergradError:
+            await self.end_standby()
+            raise
+        return standby
+
+    async def end_standby(self) -> None:
+        """Ends the second engine, if there is one."""
+        standby, self.standby = self.standby, None
+        if standby is not None:
+            await standby.client.close()
+            await standby.worker.stop()
+
     async def _load(self, version: ModelVersion) -> None:
         await self.client.load_weights(
             str(self._root / version.weights_uri), version.policy_version, served_names=[PRODUCTION, version.version_id]
@@ -64,5 +106,7 @@ class Serving:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        if self.standby is not None:
+            await self.standby.client.close()
         if self._client is not None:
             await self._client.close()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from evergrad.config import Config, nearest
-from evergrad.evals import GateConfig
+from evergrad.evals import CanaryConfig, GateConfig
 from evergrad.loop.distill import DistillConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
 from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig, require_ranks
@@ -329,6 +329,8 @@ class RunConfig(Config):
     """Later cycles; the same as ``learn`` when absent."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
+    canary: CanaryConfig | None = None
+    """What a candidate goes through between the gate and the alias; none when absent, and the alias moves at once."""
     watch: WatchConfig = Field(default_factory=WatchConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
@@ -367,6 +369,8 @@ class RunConfig(Config):
             raise ValueError(
                 f"eval.n = {self.eval.n} tasks never make the {self.gate.min_n} pairs of gate.min_n: raise it, or lower that"
             )
+        if self.canary is not None and not self.watch.requests:
+            raise ValueError("[canary] judges live traffic, and there is none: set watch.requests >= 1, or leave [canary] out")
         if self.traffic.changes and not self.watch.requests:
             raise ValueError("traffic.changes happen while traffic is watched: set watch.requests >= 1, or remove the changes")
         return self

@@ -2,7 +2,7 @@
 
 One cycle, and the room each stop lies in::
 
-    trigger ─▶ WARM_START ─▶ LEARN ─────────────▶ MEASURE ──────────────▶ WATCH ─▶ trigger of the next cycle
+    trigger ─▶ WARM_START ─▶ LEARN ─────────────▶ MEASURE ─ (RELEASE) ──▶ WATCH ─▶ trigger of the next cycle
                training      envs, rollouts,      registry, evals,        inference (serving),
                (SFT)         training, transfer,  ledger, gate,           envs (traffic)
                              inference            promote
@@ -10,7 +10,10 @@ One cycle, and the room each stop lies in::
     WARM_START  consumes demonstrations;            waits for the trainer;   unblocks LEARN by publishing version 1.
     LEARN       consumes tasks, then batches;       waits for slots, then    unblocks itself: each update frees slots.
                 see ``_learning.py``                for whole batches;
-    MEASURE     consumes the last weights;          waits for paired evals;  unblocks serving by moving the alias.
+    MEASURE     consumes the last weights;          waits for paired evals;  unblocks serving by moving the alias,
+                                                                             or RELEASE by beginning one.
+    RELEASE     consumes live rollouts;             waits for outcomes;      unblocks serving as MEASURE does; only there
+                see ``_releasing.py``                                        with a [canary].
     WATCH       consumes live rollouts;             waits for traffic;       unblocks the next cycle by a trigger.
 
 Every stage can be entered again: its progress is in ``state.json``, which is saved together with each checkpoint. A worker
@@ -33,6 +36,7 @@ from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
+from evergrad.loop._releasing import release
 from evergrad.loop._replicas import Restarts
 from evergrad.loop._reporting import rebuild_report, report
 from evergrad.loop._serving import PRODUCTION
@@ -164,7 +168,13 @@ async def _supervised(session: Session) -> None:
 
 async def _turn_cycles(session: Session) -> None:
     state = session.state
-    stages: dict[Stage, Any] = {Stage.WARM_START: warm_start, Stage.LEARN: learn, Stage.MEASURE: measure, Stage.WATCH: watch}
+    stages: dict[Stage, Any] = {
+        Stage.WARM_START: warm_start,
+        Stage.LEARN: learn,
+        Stage.MEASURE: measure,
+        Stage.RELEASE: release,
+        Stage.WATCH: watch,
+    }
     while state.stage is not Stage.DONE:
         _begin_cycle(session, state)
         announced = _announcement(session)
@@ -184,6 +194,9 @@ def _announcement(session: Session) -> str:
         return f"warm start: {shown} demonstrations in {steps} steps"
     if state.stage is Stage.LEARN and recipe.rl.steps:
         return f"RL: up to {recipe.rl.steps} steps of {recipe.rl.groups_per_step} × {recipe.rl.group_size} rollouts"
+    if state.stage is Stage.RELEASE and session.config.canary is not None:
+        shares = ", ".join(f"{share:.4g}" for share in session.config.canary.shares)
+        return f"release: {watching} requests a check, the candidate answers {shares} of the sessions, then all"
     return f"live traffic: {watching} requests a check" if state.stage is Stage.WATCH and watching else ""
 
 

@@ -1,7 +1,11 @@
-"""Remembers every model version, its parents, and what each alias serves; finds base models by name."""
+"""Remembers every model version, its parents, what each alias serves and what is on its way there.
 
+Finds base models by name."""
+
+from evergrad.registry._moves import AliasEvent, RegistryError
 from evergrad.registry.base_models import ModelError, Progress, base_model, check_model_folder, default_cache, find_smollm2_gguf
-from evergrad.registry.store import AliasEvent, Registry, RegistryError
+from evergrad.registry.releases import ReleaseEvent, Releases
+from evergrad.registry.store import Registry
 from evergrad.registry.tiny import make_tiny
 
 __all__ = [
@@ -10,6 +14,8 @@ __all__ = [
     "Progress",
     "Registry",
     "RegistryError",
+    "ReleaseEvent",
+    "Releases",
     "base_model",
     "check_model_folder",
     "default_cache",

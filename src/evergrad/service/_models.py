@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from evergrad.registry import AliasEvent, Registry
+from evergrad.registry import AliasEvent, Registry, ReleaseEvent
 from evergrad.service._runs import REGISTRY
 from evergrad.service._screen import cell, console, print_json, table
-from evergrad.types import InputError, ModelVersion, Verdict
+from evergrad.types import InputError, ModelVersion, Release, ReleaseState, Verdict
 
 _FOR_PROGRAMS = ("probe",)
 """Metadata of a version that says nothing to a person; ``--json`` shows it."""
@@ -58,6 +58,9 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         lineage = registry.lineage(version.version_id)
         verdicts = registry.verdicts(version.version_id)
         moves = [event for alias in aliases for event in registry.history(alias) if event.version_id == version.version_id]
+        releases = [
+            (each, registry.releases.events(each.release_id)) for each in registry.releases.of_version(version.version_id)
+        ]
     if as_json:
         print_json(
             {
@@ -66,6 +69,7 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
                 "lineage": [each.version_id for each in lineage],
                 "verdicts": verdicts,
                 "moves": moves,
+                "releases": [{**_public(each), "events": events} for each, events in releases],
             }
         )
         return
@@ -86,6 +90,11 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         word = cell("promote", "bold green") if verdict.promote else cell("refuse", "bold red")
         against = f"against {verdict.incumbent_id}: " if verdict.incumbent_id else ""
         screen.print(cell("verdict: "), word, cell(f"{against}{'; '.join(verdict.reasons)}"))
+    for release, events in releases:
+        plan = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in release.plan.items())
+        screen.print(cell(f"release {release.release_id} to {release.alias}, against {release.incumbent_id}: {plan}"))
+        for event in events:
+            screen.print(cell(_release_line(event)))
     for move in moves:
         screen.print(cell(_move_line(move)))
 
@@ -112,9 +121,12 @@ def promote_by_hand(run: Path, name: str, alias: str, reason: str) -> None:
             incumbent_id=serving,
         )
         note = f"by hand: {reason}" if ruled and reason else ""
-        event = registry.promote(alias, version_id, ruled[-1] if ruled else by_hand, note=note)
+        under_way = _open_release(registry, alias)
+        event = registry.promote(alias, version_id, ruled[-1] if ruled else by_hand, note=note, actor=_user())
     screen = console()
     screen.print(cell(_move_line(event)))
+    if under_way is not None:
+        screen.print(cell(f"The release of {under_way.candidate_id}, which was under way, has ended with this."))
     if not ruled:
         screen.print(
             cell("No verdict of the gate stands behind this.", "yellow"), cell(f"Undo: evergrad model rollback --run {run}")
@@ -122,14 +134,26 @@ def promote_by_hand(run: Path, name: str, alias: str, reason: str) -> None:
 
 
 def roll_back(run: Path, alias: str, reason: str) -> None:
-    """Points ``alias`` at its predecessor.
+    """Ends the release that is under way on ``alias``; if none is, points ``alias`` at its predecessor.
 
     Raises:
         EvergradError: the alias serves nothing, or its first version.
     """
+    reason = reason or "by hand"
     with open_registry(run) as registry:
-        event = registry.rollback(alias, reason or f"by hand, {_user()}")
-    console().print(cell(f"{alias}: {event.from_version_id} → {event.version_id}"))
+        under_way = _open_release(registry, alias)
+        if under_way is not None:
+            registry.releases.roll_back(under_way, reason=reason, actor=_user())
+            told = f"{alias} stays with {under_way.incumbent_id}; the release of {under_way.candidate_id} has ended"
+        else:
+            event = registry.rollback(alias, reason, actor=_user())
+            told = f"{alias}: {event.from_version_id} → {event.version_id}"
+    console().print(cell(told))
+
+
+def _open_release(registry: Registry, alias: str) -> Release | None:
+    release = registry.releases.last(alias)
+    return release if release is not None and release.state.is_open else None
 
 
 def find_served(run: Path, alias: str) -> ModelVersion:
@@ -152,17 +176,29 @@ def _flat(value: object) -> object:
 
 
 def _move_line(event: AliasEvent) -> str:
-    return (
-        f"{event.at}  {event.alias}: {event.from_version_id or 'nothing'} → {event.version_id} ({event.action}: {event.reason})"
-    )
+    moved = f"{event.alias}: {event.from_version_id or 'nothing'} → {event.version_id}"
+    return f"{event.at}  {moved} ({event.action}{_by(event.actor)}: {event.reason})"
+
+
+def _release_line(event: ReleaseEvent) -> str:
+    share = f" {event.share:.4g} of the sessions" if event.state is ReleaseState.CANARY else ""
+    return f"{event.at}  {event.state.replace('_', ' ')}{share}{_by(event.actor)}: {event.reason}"
+
+
+def _by(actor: str) -> str:
+    return f" by {actor}" if actor else ""
+
+
+def _short(value: object) -> str:
+    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _names(aliases: dict[str, str], version: ModelVersion) -> list[str]:
     return [alias for alias, version_id in aliases.items() if version_id == version.version_id]
 
 
-def _public(version: ModelVersion) -> dict[str, object]:
-    return {name: getattr(version, name) for name in ModelVersion.__dataclass_fields__}
+def _public(noun: ModelVersion | Release) -> dict[str, object]:
+    return {name: getattr(noun, name) for name in type(noun).__dataclass_fields__}
 
 
 def _user() -> str:

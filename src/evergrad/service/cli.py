@@ -254,7 +254,10 @@ def model_rollback(
     run: RunFolder = None,
     reason: Reason = "",
 ) -> None:
-    """Point an alias at the version that it served before; a running `serve` follows within a second or two."""
+    """Point an alias at the version that it served before, or end the release that is under way to it.
+
+    A running `serve` follows within a second or two.
+    """
     from evergrad.service._models import roll_back
     from evergrad.service._runs import find_run
 

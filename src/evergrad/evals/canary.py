@@ -1,0 +1,186 @@
+"""The canary: live sessions decide whether a candidate that passed the gate harms anyone.
+
+Every session is dealt to one of the two versions by a hash of its id, so sides are compared as in a randomized trial. Sessions
+come in some order, and form blocks: all since the last block, as soon as both sides are in it. A block gives one difference,
+the incumbent's mean less the candidate's, in [−1, 1]. Where a block ends depends on the sides alone, so while the candidate is
+no worse its expectation is 0 or less, whatever the share of the sessions, and a betting e-process on the blocks
+(:class:`~evergrad.evals.sequential.Bettor`) is a fair game. What befalls both sides alike, such as a change of the traffic, is
+no harm: only the block in which it falls compares sessions before it with sessions after it. Two things are harm, and each has
+its process:
+
+- lower scores, of the sessions that were scored;
+- sessions that nobody could score, because engine, tools or verifier failed, and more often so on the candidate's side.
+
+Their mean is an e-process too (a mean of fair games is one). It may be looked at after every session: that a harmless
+candidate ever comes to 1/α has a chance of α at most (Ville's inequality), over all stages of its release together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from evergrad.config import Config
+from evergrad.evals.evaluation import EvalError
+from evergrad.evals.sequential import Bettor
+from evergrad.types import SessionOutcome, Side
+
+
+class CanaryConfig(Config):
+    """The stages between the gate's word and the whole of the traffic; registered before a candidate meets any of it."""
+
+    shadow: int = Field(default=0, ge=0)
+    """Live requests whose copies the candidate answers first, unseen; 0 leaves this stage out."""
+    shares: tuple[float, ...] = (0.01, 0.05, 0.25)
+    """Of the sessions, one stage after another; after the last the alias moves, and all are the candidate's."""
+    outcomes: int = Field(default=50, ge=1)
+    """Scored sessions of the candidate that end a stage, if there is no harm by then."""
+    alpha: float = Field(default=0.05, gt=0, lt=1)
+    """Largest chance that a candidate which is no worse is rolled back, over all stages together."""
+    margin: float = Field(default=0.0, ge=0, lt=1)
+    """How much worse, in mean score, counts as no harm."""
+
+    @field_validator("shares")
+    @classmethod
+    def _grow(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
+        if not shares or any(not 0 < share < 1 for share in shares):
+            raise ValueError(f"shares = {list(shares)}: give at least one, each above 0 and below 1; the whole comes by itself")
+        if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
+            raise ValueError(f"shares = {list(shares)} must grow from one to the next: a session never changes sides")
+        return shares
+
+    def after(self, share: float) -> float | None:
+        """The share that follows; ``None`` after the last.
+
+        >>> CanaryConfig().after(0.0), CanaryConfig().after(0.05), CanaryConfig().after(0.25)
+        (0.01, 0.25, None)
+        """
+        return next((each for each in self.shares if each > share), None)
+
+
+class CanaryStep(StrEnum):
+    """What follows from the outcomes so far."""
+
+    HOLD = "hold"
+    """The stage goes on."""
+    WIDEN = "widen"
+    """The next share, or after the last of them the whole."""
+    ROLL_BACK = "roll_back"
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryRuling:
+    """The canary's word on one release as it stands."""
+
+    step: CanaryStep
+    reason: str
+    """One sentence."""
+    evidence: dict[str, Any]
+    """JSON values: the e-value and its threshold; by side ``sessions``, ``scored``, ``mean``."""
+
+
+class HarmTest:
+    """The e-process of harm, one session at a time.
+
+    >>> test = HarmTest()
+    >>> good, bad = SessionOutcome("a", Side.INCUMBENT, 1.0, 0.5), SessionOutcome("b", Side.CANDIDATE, 0.0, 0.5)
+    >>> [round(test.see(each), 2) for each in (good, bad, good, bad, good, bad)]
+    [1.0, 1.0, 1.0, 1.25, 1.25, 1.62]
+
+    Args:
+        margin: How much worse, in mean score, counts as no harm.
+    """
+
+    def __init__(self, margin: float = 0.0) -> None:
+        self._scores, self._answers = _Blocks(Bettor(margin)), _Blocks(Bettor())
+
+    def see(self, outcome: SessionOutcome) -> float:
+        """The e-value after one more session.
+
+        Raises:
+            EvalError: its score is not in [0, 1].
+        """
+        if outcome.score is not None and not 0 <= outcome.score <= 1:
+            raise EvalError(
+                f"the score {outcome.score} of session {outcome.session_id} is outside of [0, 1]",
+                hint="bound it before it is put down",
+            )
+        if outcome.score is not None:
+            self._scores.see(outcome.side, outcome.score)
+        self._answers.see(outcome.side, float(outcome.score is not None))
+        return (self._scores.e_value + self._answers.e_value) / 2
+
+
+class _Blocks:
+    """One number per session as one difference per block, bet upon."""
+
+    def __init__(self, bettor: Bettor) -> None:
+        self._bettor = bettor
+        self._block: dict[Side, list[float]] = {side: [] for side in Side}
+
+    @property
+    def e_value(self) -> float:
+        return self._bettor.value
+
+    def see(self, side: Side, value: float) -> None:
+        self._block[side].append(value)
+        if all(self._block.values()):
+            self._bettor.see(_mean(self._block[Side.INCUMBENT]) - _mean(self._block[Side.CANDIDATE]))
+            self._block = {side: [] for side in Side}
+
+
+def rule_on_canary(config: CanaryConfig, outcomes: Sequence[SessionOutcome], share: float) -> CanaryRuling:
+    """What follows for a release at ``share`` from all outcomes of it, in the order in which they came.
+
+    The same outcomes always give the same word, so that nothing but they need be kept.
+    """
+    e_value, seen = _highest(config, outcomes)
+    evidence: dict[str, Any] = {"e_value": e_value, "threshold": 1 / config.alpha, "share": share}
+    evidence |= {side.value: _summary(each for each in outcomes[:seen] if each.side is side) for side in Side}
+    told = _told(evidence)
+    if e_value >= 1 / config.alpha:
+        return CanaryRuling(CanaryStep.ROLL_BACK, f"harm at {share:.4g} of the sessions: {told}", evidence)
+    here = [each for each in outcomes if each.side is Side.CANDIDATE and each.share == share]
+    scored = sum(each.score is not None for each in here)
+    if len(here) - scored > config.outcomes:
+        reason = f"{len(here) - scored} of {len(here)} sessions of the candidate could not be scored: {told}"
+        return CanaryRuling(CanaryStep.ROLL_BACK, reason, evidence)
+    if scored >= config.outcomes:
+        return CanaryRuling(CanaryStep.WIDEN, f"no harm in {scored} sessions at {share:.4g} of all: {told}", evidence)
+    return CanaryRuling(CanaryStep.HOLD, f"{scored} of {config.outcomes} sessions at {share:.4g} of all: {told}", evidence)
+
+
+def _highest(config: CanaryConfig, outcomes: Sequence[SessionOutcome]) -> tuple[float, int]:
+    """The e-value where it first crosses 1/α, else where it stands now, and how many outcomes that took."""
+    test, value = HarmTest(config.margin), 1.0
+    for count, outcome in enumerate(outcomes, start=1):
+        value = test.see(outcome)
+        if value >= 1 / config.alpha:
+            return value, count
+    return value, len(outcomes)
+
+
+def _summary(outcomes: Iterable[SessionOutcome]) -> dict[str, Any]:
+    scores = [each.score for each in outcomes]
+    scored = [score for score in scores if score is not None]
+    return {"sessions": len(scores), "scored": len(scored), "mean": _mean(scored) if scored else None}
+
+
+def _told(evidence: dict[str, Any]) -> str:
+    parts = []
+    for side in (Side.CANDIDATE, Side.INCUMBENT):
+        found = evidence[side.value]
+        mean = "no score" if found["mean"] is None else f"mean {found['mean']:.3f}"
+        lost = found["sessions"] - found["scored"]
+        parts.append(f"{side.value} {mean} of {found['sessions']}{f', {lost} not scored' if lost else ''}")
+    return f"{'; '.join(parts)}; e = {evidence['e_value']:.3g} of {evidence['threshold']:.4g}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,180 @@
+"""RELEASE: a candidate that passed the gate meets live traffic, a share at a time, before it owns the alias.
+
+One release, begun by MEASURE with the verdict::
+
+    shadow ─▶ canary at the first share ─▶ … ─▶ canary at the last share ─▶ the serving engine loads it, the alias moves
+              │ each check: live sessions ─▶ outcomes on record ─▶ the canary's word: hold, widen or roll back
+              └─ harm ─▶ the predecessor, which was loaded all along, answers everyone again
+
+Consumes live sessions; waits for ``watch.requests`` of them per check; its end unblocks WATCH.
+
+Where the release stands and every outcome that it is judged by are in the registry before the next check begins: a run that was
+killed goes on at the same share, with the same check. Whoever moves the alias by hand meanwhile ends the release.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from evergrad.evals import CanaryConfig, CanaryStep, rule_on_canary
+from evergrad.inference import Front, Shadow, Split
+from evergrad.loop._folder import Stage
+from evergrad.loop._playing import play
+from evergrad.loop._serving import PRODUCTION, Standby
+from evergrad.loop._session import Session
+from evergrad.loop.placement import WorkerDied
+from evergrad.registry import RegistryError
+from evergrad.types import EvergradError, Release, ReleaseState, Rollout, SessionOutcome, Verdict
+
+ACTOR = "canary"
+"""Who moves a release, in the audit."""
+
+
+def begin_release(session: Session, config: CanaryConfig, verdict: Verdict) -> Release:
+    """Registers the release with its plan; entering it again after a crash gives the same one."""
+    state, share = (ReleaseState.SHADOW, 0.0) if config.shadow else (ReleaseState.CANARY, config.shares[0])
+    plan = config.model_dump(mode="json")
+    return session.registry.releases.begin(PRODUCTION, verdict, plan, state=state, share=share, actor="gate")
+
+
+async def release(session: Session) -> Stage:
+    """Carries out the release that the registry knows of, from where it stands to its end."""
+    found = session.registry.releases.last(PRODUCTION)
+    assert found is not None, "MEASURE begins one before this stage"
+    await session.follow()
+    if found.state.is_open:
+        found = await _carry_out(session, found)
+    _record_end(session, found)
+    return Stage.WATCH
+
+
+async def _carry_out(session: Session, found: Release) -> Release:
+    try:
+        with session.clock.phase("weight_sync"):
+            standby = await session.serving.stand_by(session.registry.get(found.candidate_id))
+    except WorkerDied:
+        raise  # as any worker's death: the run goes on from its last saved state, which is here
+    except EvergradError as error:
+        return session.registry.releases.roll_back(found, reason=f"the candidate cannot serve: {error}", actor=ACTOR)
+    stages = _Stages(session, CanaryConfig.model_validate(found.plan), standby, found)
+    try:
+        while found.state.is_open:
+            found = await stages.check(found)
+    finally:
+        await stages.shadow.close()
+        await session.serving.end_standby()
+    return found
+
+
+@dataclass
+class _Stages:
+    """One release under way in this process: its two engines and who is answered by which."""
+
+    session: Session
+    plan: CanaryConfig
+    standby: Standby
+    begun_at: Release
+    front: Front = field(init=False)
+    shadow: Shadow = field(init=False)
+    shadow_checks: int = 0
+
+    def __post_init__(self) -> None:
+        live, candidate = self.session.serving.client, self.standby.client
+        self.front = Front(live, candidate, Split(self.begun_at.salt, self.begun_at.share))
+        self.shadow = Shadow(live, candidate)
+
+    async def check(self, found: Release) -> Release:
+        """One check of live traffic, and what follows from it; where the release stands by then."""
+        releases = self.session.registry.releases
+        found = releases.get(found.release_id)
+        if not found.state.is_open:
+            return found  # by hand
+        spent = self.session.out_of_budget()
+        try:
+            if spent:
+                hint = f"to promote it all the same: evergrad model promote {found.candidate_id}"
+                return self._roll_back(found, f"{spent} before the canary was through; {hint}")
+            if found.state is ReleaseState.SHADOW:
+                return await self._check_shadow(found)
+            return await self._check_canary(found)
+        except RegistryError:
+            now = releases.get(found.release_id)
+            if now == found:
+                raise
+            return now  # by hand, while the check went on
+
+    async def _check_shadow(self, found: Release) -> Release:
+        shadow, session = self.shadow, self.session
+        name = f"shadow-{session.state.cycle:03d}-{self.shadow_checks:03d}"
+        with session.clock.phase("shadow"):
+            await play(session, session.state.deployed, session.config.watch.requests, shadow, name=name, source="live")
+            await shadow.settle()
+        self.shadow_checks += 1
+        evidence = {"answered": shadow.answered, "equal": shadow.equal, "failures": shadow.failures[:3]}
+        told = f"{shadow.answered} copies answered in the shadow, {shadow.equal} of them as the incumbent did"
+        if self.standby.death or shadow.failures:
+            return self._roll_back(found, f"{self.standby.death or shadow.failures[0]}; {told}", evidence)
+        return found if shadow.answered < self.plan.shadow else self._widen(found, told, evidence)
+
+    async def _check_canary(self, found: Release) -> Release:
+        session, releases = self.session, self.session.registry.releases
+        requests = session.config.watch.requests
+        # Every session of a check is put down with it, so the number of outcomes says which check comes next.
+        name = f"canary-{session.state.cycle:03d}-{len(releases.outcomes(found)) // requests:03d}"
+        with session.clock.phase("serve"):
+            rollouts = await play(session, session.state.deployed, requests, self.front, name=name, source="live")
+        releases.observe(found, [self._outcome(each, found.share) for each in rollouts])
+        ruling = rule_on_canary(self.plan, releases.outcomes(found), found.share)
+        if self.standby.death:
+            return self._roll_back(found, f"{self.standby.death}; {ruling.reason}", ruling.evidence)
+        if ruling.step is CanaryStep.ROLL_BACK:
+            return self._roll_back(found, ruling.reason, ruling.evidence)
+        if ruling.step is CanaryStep.HOLD:
+            return found
+        if self.plan.after(found.share) is None:
+            return await self._promote(found, ruling.reason, ruling.evidence)
+        return self._widen(found, ruling.reason, ruling.evidence)
+
+    def _outcome(self, rollout: Rollout, share: float) -> SessionOutcome:
+        session_id = rollout.rollout_id
+        scored = rollout.reward is not None and rollout.outcome.trainable and session_id not in self.front.failed
+        score = min(1.0, max(0.0, rollout.reward)) if scored and rollout.reward is not None else None
+        return SessionOutcome(session_id, self.front.side(session_id), score, share)
+
+    def _widen(self, found: Release, reason: str, evidence: dict[str, Any]) -> Release:
+        share = self.plan.after(found.share)
+        assert share is not None
+        wider = self.session.registry.releases.widen(found, share, reason=reason, evidence=evidence, actor=ACTOR)
+        self.front.split.widen(share)
+        self.session.event(f"{found.candidate_id} answers {share:.4g} of the sessions: {reason}")
+        return wider
+
+    async def _promote(self, found: Release, reason: str, evidence: dict[str, Any]) -> Release:
+        session = self.session
+        with session.clock.phase("weight_sync"):
+            await session.serving.load(self.standby.version)
+        session.registry.releases.promote(found, reason=reason, evidence=evidence, actor=ACTOR)
+        session.state.serving = found.candidate_id
+        return session.registry.releases.get(found.release_id)
+
+    def _roll_back(self, found: Release, reason: str, evidence: dict[str, Any] | None = None) -> Release:
+        self.front.roll_back()
+        return self.session.registry.releases.roll_back(found, reason=reason, evidence=evidence, actor=ACTOR)
+
+
+def _record_end(session: Session, found: Release) -> None:
+    """The end of a release as an event, and in the cycle's line of the report."""
+    *before, last = session.registry.releases.events(found.release_id)
+    word = "promoted" if found.state is ReleaseState.PROMOTED else "rolled back"
+    by = "" if last.actor == ACTOR else f" by {last.actor or 'hand'}"
+    session.event(f"{word} {found.candidate_id}{by}: {last.reason}")
+    cycle = session.state.cycles[-1] if session.state.cycles else {}
+    if cycle.get("candidate") == found.candidate_id:
+        cycle["verdict"] = word
+        cycle["release"] = {
+            "share": before[-1].share if before else 0.0,
+            "actor": last.actor,
+            "reason": last.reason,
+            "evidence": dict(last.evidence),
+        }

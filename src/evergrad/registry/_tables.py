@@ -1,0 +1,99 @@
+"""The registry's tables, and how those of an earlier version become these."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+SCHEMA_VERSION = 2
+
+TABLES = sa.MetaData()
+VERSIONS = sa.Table(
+    "versions",
+    TABLES,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("version_id", sa.String, nullable=False, unique=True),
+    sa.Column("parent_id", sa.String, sa.ForeignKey("versions.version_id")),
+    sa.Column("policy_version", sa.Integer, nullable=False),
+    sa.Column("weights_uri", sa.String, nullable=False),
+    sa.Column("base_model", sa.String, nullable=False),
+    sa.Column("recipe_hash", sa.String, nullable=False),
+    sa.Column("created_at", sa.String, nullable=False),
+    sa.Column("metadata", sa.Text, nullable=False),
+)
+EVENTS = sa.Table(
+    "alias_events",
+    TABLES,
+    sa.Column("event_id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("alias", sa.String, nullable=False, index=True),
+    sa.Column("action", sa.String, nullable=False),
+    sa.Column("version_id", sa.String, sa.ForeignKey("versions.version_id"), nullable=False),
+    sa.Column("from_version_id", sa.String, sa.ForeignKey("versions.version_id")),
+    sa.Column("predecessor", sa.Integer, sa.ForeignKey("alias_events.event_id")),
+    sa.Column("verdict_number", sa.Integer, sa.ForeignKey("verdicts.number")),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("at", sa.String, nullable=False),
+    sa.Column("actor", sa.String, nullable=False, server_default=""),
+    sa.Column("evidence", sa.Text, nullable=False, server_default="{}"),
+)
+ALIASES = sa.Table(
+    "aliases",
+    TABLES,
+    sa.Column("alias", sa.String, primary_key=True),
+    sa.Column("event_id", sa.Integer, sa.ForeignKey("alias_events.event_id"), nullable=False),
+)
+VERDICTS = sa.Table(
+    "verdicts",
+    TABLES,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("candidate_id", sa.String, nullable=False, index=True),
+    sa.Column("promote", sa.Boolean, nullable=False),
+    sa.Column("verdict", sa.Text, nullable=False),
+    sa.Column("at", sa.String, nullable=False),
+)
+RELEASES = sa.Table(
+    "releases",
+    TABLES,
+    sa.Column("release_id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("alias", sa.String, nullable=False, index=True),
+    sa.Column("candidate_id", sa.String, sa.ForeignKey("versions.version_id"), nullable=False),
+    sa.Column("incumbent_id", sa.String, sa.ForeignKey("versions.version_id"), nullable=False),
+    sa.Column("verdict_number", sa.Integer, sa.ForeignKey("verdicts.number"), nullable=False),
+    sa.Column("plan", sa.Text, nullable=False),
+)
+RELEASE_EVENTS = sa.Table(
+    "release_events",
+    TABLES,
+    sa.Column("event_id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("release_id", sa.Integer, sa.ForeignKey("releases.release_id"), nullable=False, index=True),
+    sa.Column("state", sa.String, nullable=False),
+    sa.Column("share", sa.Float, nullable=False),
+    sa.Column("actor", sa.String, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("evidence", sa.Text, nullable=False),
+    sa.Column("at", sa.String, nullable=False),
+)
+OUTCOMES = sa.Table(
+    "release_outcomes",
+    TABLES,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("release_id", sa.Integer, sa.ForeignKey("releases.release_id"), nullable=False),
+    sa.Column("session_id", sa.String, nullable=False),
+    sa.Column("side", sa.String, nullable=False),
+    sa.Column("score", sa.Float),
+    sa.Column("share", sa.Float, nullable=False),
+    sa.Column("at", sa.String, nullable=False),
+    sa.UniqueConstraint("release_id", "session_id"),
+)
+
+
+def upgrade(connection: sa.Connection, stored: int) -> None:
+    """From schema 1, which knew no releases and did not say who moved an alias, and on what evidence beside a verdict."""
+    if stored < 2:
+        for column in (EVENTS.c.actor, EVENTS.c.evidence):
+            kind = column.type.compile(connection.dialect)
+            default = str(column.server_default.arg) if isinstance(column.server_default, sa.DefaultClause) else ""
+            connection.execute(
+                sa.text(f"ALTER TABLE {EVENTS.name} ADD COLUMN {column.name} {kind} NOT NULL DEFAULT '{default}'")
+            )
+        for table in (RELEASES, RELEASE_EVENTS, OUTCOMES):
+            table.create(connection)
