@@ -47,7 +47,7 @@ def list_versions(run: Path, *, as_json: bool = False) -> None:
 
 
 def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
-    """Prints all that is known of one version, and how aliases came to it.
+    """Prints all that is known of one version, and how aliases came to it and left it.
 
     Raises:
         EvergradError: no version or alias of that name; names the nearest.
@@ -57,10 +57,10 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         aliases = registry.aliases()
         lineage = registry.lineage(version.version_id)
         verdicts = registry.verdicts(version.version_id)
-        moves = [event for alias in aliases for event in registry.history(alias) if event.version_id == version.version_id]
-        releases = [
-            (each, registry.releases.events(each.release_id)) for each in registry.releases.of_version(version.version_id)
-        ]
+        events = [event for alias in aliases for event in registry.history(alias)]
+        moves = [event for event in events if version.version_id in (event.version_id, event.from_version_id)]
+        releases = registry.releases.of_version(version.version_id)
+        steps = {each.release_id: registry.releases.events(each.release_id) for each in releases}
     if as_json:
         print_json(
             {
@@ -69,7 +69,7 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
                 "lineage": [each.version_id for each in lineage],
                 "verdicts": verdicts,
                 "moves": moves,
-                "releases": [{**_public(each), "events": events} for each, events in releases],
+                "releases": [{**_public(each), "events": steps[each.release_id]} for each in releases],
             }
         )
         return
@@ -90,11 +90,11 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         word = cell("promote", "bold green") if verdict.promote else cell("refuse", "bold red")
         against = f"against {verdict.incumbent_id}: " if verdict.incumbent_id else ""
         screen.print(cell("verdict: "), word, cell(f"{against}{'; '.join(verdict.reasons)}"))
-    for release, events in releases:
+    for release in releases:
         plan = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in release.plan.items())
         screen.print(cell(f"release {release.release_id} to {release.alias}, against {release.incumbent_id}: {plan}"))
-        for event in events:
-            screen.print(cell(_release_line(event)))
+        for step in steps[release.release_id]:
+            screen.print(cell(_release_line(step)))
     for move in moves:
         screen.print(cell(_move_line(move)))
 
