@@ -123,11 +123,11 @@ async def test_rollback_under_load_loses_nothing_and_the_predecessor_answers_as_
     model_folder: Path, other_folder: Path
 ) -> None:
     """Real engines, 200 requests in flight while the candidate is rolled back."""
-    sampling = Sampling(temperature=0.0, max_tokens=12)
+    sampling = Sampling(temperature=0.0, max_tokens=8)
     prompts = [prompt_of(20, seed=number) for number in range(200)]
     with serving(model_folder) as first, serving(other_folder) as second:
         incumbent, candidate = first.client(), second.client()
-        before = [await incumbent(prompt, sampling) for prompt in prompts[:40]]
+        before = [await incumbent(prompt, sampling) for prompt in prompts[:20]]
         split = Split("production/v2/1", 0.5)
         front = Front(incumbent, candidate, split)
         ended = asyncio.Semaphore(0)
@@ -143,7 +143,8 @@ async def test_rollback_under_load_loses_nothing_and_the_predecessor_answers_as_
         assert sum(not each.done() for each in flying) > 100
         front.roll_back()
         during = await asyncio.gather(*flying)
-        after = [await front(prompt, sampling, session_id=f"s{number}") for number, prompt in enumerate(prompts[:40])]
+        await incumbent.reset_prefix_cache()  # what was computed in another batch may differ in the last bit
+        after = [await front(prompt, sampling, session_id=f"s{number}") for number, prompt in enumerate(prompts[:20])]
         await incumbent.close()
         await candidate.close()
     assert all(each.finish_reason in (FinishReason.LENGTH, FinishReason.STOP) and each.token_ids for each in during)
@@ -152,5 +153,5 @@ async def test_rollback_under_load_loses_nothing_and_the_predecessor_answers_as_
     assert min(by.values()) > 60
     spoke = {tuple(each.token_ids) for each in before}
     assert [(each.token_ids, each.logprobs) for each in after] == [(each.token_ids, each.logprobs) for each in before]
-    moved = [number for number in range(40) if split.side(f"s{number}") is Side.CANDIDATE]
+    moved = [number for number in range(20) if split.side(f"s{number}") is Side.CANDIDATE]
     assert any(during[number].token_ids not in spoke for number in moved), "the two versions of this test say different things"

@@ -8,8 +8,10 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     The run's seed; how long it has taken, waiting included.
 ``cycles[]``
     ``trigger``, ``suite``, ``score_before``, ``score_after``, ``ci95`` (of the paired difference), ``n`` (pairs), ``verdict``
-    (``promoted`` or ``refused``), ``reasons``, ``usd`` (of this cycle), ``other_suites`` (name → ``{before, after}``: what must
-    not be forgotten), ``candidate``, ``incumbent``, ``evidence``.
+    (``promoted`` or ``refused``; with a canary ``passed``, and when that has ended ``promoted`` or ``rolled back``),
+    ``reasons``, ``usd`` (of this cycle until then), ``other_suites`` (name → ``{before, after}``: what must not be forgotten),
+    ``candidate``, ``incumbent``, ``evidence``, ``release`` (how the canary ended: ``share``, ``actor``, ``reason``,
+    ``evidence``).
 ``cost``
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
@@ -333,8 +335,9 @@ def _section(title: str, content: str, note: str) -> str:
 
 
 def _verdict(cycle: Data) -> tuple[str, list[str]]:
-    verdict = cycle.get("verdict")
-    return ("–" if verdict is None else str(verdict)), [str(reason) for reason in cycle.get("reasons") or []]
+    verdict, ended = cycle.get("verdict"), cycle.get("release")
+    reasons = [*(cycle.get("reasons") or []), *([ended["reason"]] if ended else [])]
+    return ("–" if verdict is None else str(verdict)), [str(reason) for reason in reasons]
 
 
 def _difference(after: float | None, before: float | None) -> float | None:
