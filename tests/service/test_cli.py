@@ -25,8 +25,10 @@ from evergrad.loop.certificate import key_path, sign, signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry
 from evergrad.service._edge import explain, guarded
+from evergrad.service._models import _user
 from evergrad.service.cli import ONCE, command
-from evergrad.types import EvergradError, InputError
+from evergrad.types import EvergradError, InputError, ReleaseState, Verdict
+from tests.service.conftest import make_version
 
 Cli = Callable[..., "Result"]
 
@@ -253,6 +255,35 @@ def test_rollback_and_promotion_by_hand_are_on_record(cli: Cli, run: Path) -> No
     ]
     assert moves[2].reason == "it was rude"
     assert moves[4].reason == "by hand, without the gate: drill"
+
+
+def test_a_release_is_shown_step_by_step_and_ended_by_hand(cli: Cli, run: Path) -> None:
+    with Registry(run / "registry.sqlite") as registry:
+        for number, name in enumerate(("next", "third"), start=2):
+            registry.register(make_version(name, "demo-c1-rl", number))
+        plan = {"shares": [0.01, 0.05], "outcomes": 50}
+        verdict = Verdict(True, ("next wins",), {}, "next", "demo-c1-rl")
+        found = registry.releases.begin("production", verdict, plan, state=ReleaseState.CANARY, share=0.01, actor="gate")
+        found = registry.releases.widen(found, 0.05, reason="no harm", evidence={"e_value": 0.5}, actor="canary")
+    assert cli("model", "rollback", "--reason", "complaints").out == (
+        "production stays with demo-c1-rl; the release of next has ended\n"
+    )
+    out = cli("model", "show", "next").out
+    user = _user()
+    assert "release 1 to production, against demo-c1-rl: outcomes 50, shares 0.01/0.05" in out
+    steps = ("canary 0.01 of the sessions by gate: next wins", "canary 0.05 of the sessions by canary: no harm")
+    assert all(step in out for step in (*steps, f"rolled back by {user}: complaints"))
+    shown = json.loads(cli("model", "show", "next", "--json").out)["releases"][0]
+    assert (shown["state"], shown["events"][1]["evidence"]) == ("rolled_back", {"e_value": 0.5})
+    with Registry(run / "registry.sqlite") as registry:
+        verdict = Verdict(True, ("third wins",), {}, "third", "demo-c1-rl")
+        registry.releases.begin("production", verdict, plan, state=ReleaseState.SHADOW, share=0.0)
+    promoted = cli("model", "promote", "third", "--reason", "it is urgent").out
+    assert f"production: demo-c1-rl → third (promote by {user}: third wins; by hand: it is urgent)" in promoted
+    assert "The release of third, which was under way, has ended with this." in promoted
+    assert "promoted by" in cli("model", "show", "third").out
+    left = cli("model", "show", "demo-c1-rl").out
+    assert "production: demo-c1-rl → third" in left, "also how an alias left a version"
 
 
 def test_every_promotion_by_hand_keeps_a_reason_of_its_own(cli: Cli, run: Path) -> None:
