@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -153,6 +154,38 @@ def test_the_promoted_version_answers_follows_rollback_and_survives_a_restart(
     assert ask(again.url) == second
     assert again.end(signal.SIGINT) == 130
     assert "Traceback" not in again.log.read_text()
+
+
+async def test_a_rollback_under_load_loses_no_request(serve: Callable[[], Server], served: Path) -> None:
+    """200 requests in flight all the time, while the alias goes back."""
+    server = serve()
+    assert command(["model", "rollback", "--run", str(served)]) == 0
+    server.wait_for(r"(production is now v1)")
+    first = ask(server.url)
+    assert command(["model", "promote", "v2", "--run", str(served)]) == 0
+    server.wait_for(r"(production is now v2)")
+    answered, over = asyncio.Semaphore(0), asyncio.Event()
+    body = {"model": "production", "messages": [{"role": "user", "content": ASK[0].content}], "temperature": 0.0}
+    async with httpx.AsyncClient(base_url=server.url, timeout=START_S, limits=httpx.Limits(max_connections=None)) as http:
+
+        async def customer(number: int) -> None:
+            while not over.is_set():
+                response = await http.post("/v1/chat/completions", json={**body, "max_tokens": 8 + number % 9})
+                assert response.status_code == 200, response.text
+                assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
+                answered.release()
+
+        async with asyncio.TaskGroup() as customers:
+            for number in range(200):
+                customers.create_task(customer(number))
+            for _ in range(200):
+                await answered.acquire()
+            assert await asyncio.to_thread(command, ["model", "rollback", "--run", str(served)]) == 0
+            await asyncio.to_thread(server.wait_for, r"(production is now v1)(?s:.*production is now v1)")
+            over.set()
+    assert ask(server.url) == first, "bit for bit what the predecessor says"
+    assert server.end(signal.SIGTERM) == 0
+    assert command(["model", "promote", "v2", "--run", str(served)]) == 0
 
 
 def test_openai_client_and_ours_see_the_same_answers_whole_and_in_pieces(server: Server) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from evergrad.config import parse_config
 from evergrad.evals import CanaryConfig, CanaryStep, rule_on_canary
 from evergrad.inference import Front, Shadow, Split
 from evergrad.loop._folder import Stage
@@ -57,7 +58,8 @@ async def _carry_out(session: Session, found: Release) -> Release:
         raise  # as any worker's death: the run goes on from its last saved state, which is here
     except EvergradError as error:
         return session.registry.releases.roll_back(found, reason=f"the candidate cannot serve: {error}", actor=ACTOR)
-    stages = _Stages(session, CanaryConfig.model_validate(found.plan), standby, found)
+    plan = parse_config(CanaryConfig, found.plan, where=f"the plan of release {found.release_id}")
+    stages = _Stages(session, plan, standby, found)
     try:
         while found.state.is_open:
             found = await stages.check(found)
