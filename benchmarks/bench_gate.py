@@ -5,6 +5,8 @@
 2. E-processes looked at after each of 400 pairs, with no difference to find: how often do they ever cross 20?
 3. Twenty candidates, each truly one point worse, against a margin of two points (n = 600): how much is lost when each is
    guarded against the version before it, and how much when each is guarded against a frozen anchor?
+4. Releases through a canary of 5% and 25% of the sessions, 50 outcomes each: how often is a candidate rolled back that is as
+   good as what serves, how often one that succeeds less, and how many sessions has it met by then?
 
 The last line is one JSON object; the first three figures are those of the gate's default rule.
 """
@@ -20,7 +22,9 @@ import numpy as np
 from benchmarks import record
 
 from evergrad.evals import (
+    CanaryConfig,
     GateConfig,
+    HarmTest,
     PairedDifference,
     Rule,
     Trial,
@@ -30,9 +34,11 @@ from evergrad.evals import (
     next_level,
     non_inferiority_p,
 )
+from evergrad.types import SessionOutcome, Side
 
 TRIES, BETTER_SHARE, DISCORDANT, WIN_RATE = 100, 0.3, 100, 0.68
 LOOKS, CROSSING = 400, 20.0
+CANARY, SERVED, HARMFUL = CanaryConfig(shares=(0.05, 0.25), outcomes=50), 0.9, (0.75, 0.6, 0.3)
 CREEP_TRIES, CREEP_N, CREEP_LOSS, CREEP_MARGIN, CREEP_DISCORDANCE = 20, 600, 0.01, 0.02, 0.08
 
 
@@ -109,13 +115,43 @@ def counted(wins: int, losses: int, n: int) -> PairedDifference:
     return PairedDifference(n, wins, losses, delta, se, (delta - 1.96 * se, delta + 1.96 * se), True, sums, (1,) * n)
 
 
+def canary(rate: float, repeats: int, seed: int = 4) -> dict[str, float]:
+    """Share of releases that are rolled back, of candidates with this success rate, and how many sessions they had met."""
+    draws, met = np.random.default_rng(seed), list[int]()
+    for _ in range(repeats):
+        count = sessions_until_rollback(rate, draws)
+        met += [] if count is None else [count]
+    median = {"median_sessions": float(np.median(met))} if met else {}
+    return {"success_rate": rate, "rolled_back": round(len(met) / repeats, 4), **median}
+
+
+def sessions_until_rollback(rate: float, draws: np.random.Generator) -> int | None:
+    """How many sessions the candidate had met when it was rolled back; None when it was not."""
+    test, met = HarmTest(CANARY.margin), 0
+    for share in CANARY.shares:
+        until = met + CANARY.outcomes
+        while met < until:
+            side = Side.CANDIDATE if draws.random() < share else Side.INCUMBENT
+            met += side is Side.CANDIDATE
+            success = draws.random() < (rate if side is Side.CANDIDATE else SERVED)
+            if test.see(SessionOutcome("", side, float(success), share)) >= 1 / CANARY.alpha:
+                return met
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The gate's promises, by simulation.")
     parser.add_argument("--repeats", type=int, default=400, help="series per rule")
     arguments = parser.parse_args()
     config = GateConfig()
     rules = {rule: series(rule, arguments.repeats, config.alpha) for rule in get_args(Rule)}
-    crossing = {"mixture": mixture_crossing(10 * arguments.repeats), "betting": betting_crossing(2 * arguments.repeats)}
+    harmless = canary(SERVED, 2 * arguments.repeats)
+    harmful = [canary(rate, arguments.repeats // 4) for rate in HARMFUL]
+    crossing = {
+        "mixture": mixture_crossing(10 * arguments.repeats),
+        "betting": betting_crossing(2 * arguments.repeats),
+        "canary": harmless["rolled_back"],
+    }
     for rule, found in rules.items():
         print(f"{rule:15} FDR {found['fdr']:.3f} ± {found['fdr_se']:.3f}   power {found['power']:.2f}")
     result = {
@@ -126,6 +162,7 @@ def main() -> None:
         "null_crossing": max(crossing.values()),
         "rules": rules,
         "crossing": crossing,
+        "canary": {"served_success_rate": SERVED, "harmful": harmful},
         "points_lost": {"to_previous_champion": creep(False, arguments.repeats), "to_anchor": creep(True, arguments.repeats)},
         "repeats": arguments.repeats,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -25,6 +26,8 @@ from evergrad.inference import EngineUnavailable
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._releasing import begin_release, release
+from evergrad.loop.auditing import State, audit, read_certificate
+from evergrad.loop.certificate import signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.loop.controller import _announcement
 from evergrad.registry import Registry, base_model
@@ -319,6 +322,25 @@ def planted(trained: Path, run: Path, plan: CanaryConfig, spoil: bool) -> Path:
     state["stage"] = "release"
     (run / "state.json").write_text(json.dumps(state))
     return run
+
+
+@pytest.mark.slow
+def test_a_run_learns_passes_the_gate_and_is_released(tmp_path: Path, start: Start) -> None:
+    config = (
+        WITH_CANARY.replace("steps = 3", "steps = 12").replace("n = 12", "n = 48").replace("group_size = 4", "group_size = 8")
+    )
+    (tmp_path / "whole.toml").write_text(config.replace("[canary]", "[canary]\nshadow = 8"))
+    run = tmp_path / "whole"
+    told = finish(start("run", str(tmp_path / "whole.toml"), "--run-dir", str(run)))
+    assert re.search(
+        r"passed t-c1-rl: .*t-c1-rl answers 0.25 of .*t-c1-rl answers 0.5 of .*promoted t-c1-rl: ", told, re.DOTALL
+    )
+    (cycle,) = json.loads((run / "report.json").read_text())["cycles"]
+    assert (cycle["verdict"], cycle["release"]["share"]) == ("promoted", 0.5)
+    assert record_of(run)["moves"] == [("bootstrap", "t-c1-sft", "loop"), ("promote", "t-c1-rl", "canary")]
+    assert json.loads((run / "report.json").read_text())["cost"]["by_phase"]["shadow"] > 0
+    found = audit(run, read_certificate(next((run / "certificates").glob("*.json"))), signing_key().public_key())
+    assert [each for each in found if each.state is State.FAILS] == []
 
 
 def record_of(run: Path) -> dict[str, Any]:
