@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from evergrad.envs import Taskset
 from evergrad.evals import CanaryConfig
 from evergrad.inference import EngineUnavailable
+from evergrad.loop._checking import check_inputs
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._releasing import begin_release, release
@@ -267,8 +268,12 @@ async def test_a_release_that_was_left_in_the_middle_goes_on_as_if_it_had_not_be
 
 def test_a_canary_needs_traffic_and_says_what_it_will_do() -> None:
     base = {"environment": {"name": "reasoning"}, "canary": {}}
-    with pytest.raises(ValueError, match=r"judges live traffic.*watch\.requests"):
-        RunConfig.model_validate({**base, "watch": {"requests": 0}})
+    without = RunConfig.model_validate({**base, "watch": {"requests": 0}})
+    assert without.release_plan is None, "as with run --once"
+    notes: list[str] = []
+    console: Any = SimpleNamespace(note=lambda text, **_: notes.append(text))
+    check_inputs(without.model_copy(update={"model": "tiny"}), console)
+    assert any("no traffic could judge a canary" in note for note in notes)
     config = RunConfig.model_validate({**base, "watch": {"requests": 7}})
     session: Any = SimpleNamespace(config=config, recipe=config.learn, state=LoopState(stage=Stage.RELEASE))
     told = "release: 7 requests a check, the candidate answers 0.01, 0.05, 0.25 of the sessions, then all"

@@ -51,6 +51,8 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
         signing_key()
     for sink in config.sinks:
         sink.build().check()
+    if config.canary is not None and config.release_plan is None:
+        console.note("watch.requests = 0: no traffic could judge a canary, so the alias moves when the gate says so")
     cores = len(os.sched_getaffinity(0))
     if config.placement.threads and config.placement.threads > cores:
         hint = f"set it to {cores} at most, or leave it out to use all"

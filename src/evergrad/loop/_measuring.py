@@ -114,8 +114,9 @@ async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> 
             session.registry.record_verdict(verdict)
         session.event(f"refused {candidate.version_id}: {told}")
         return False
-    if session.config.canary is not None and session.registry.resolve(PRODUCTION) != candidate.version_id:
-        begin_release(session, session.config.canary, verdict)
+    plan = session.config.release_plan
+    if plan is not None and session.registry.resolve(PRODUCTION) != candidate.version_id:
+        begin_release(session, plan, verdict)
         session.event(f"passed {candidate.version_id}: {told}")
         return True
     with session.clock.phase("weight_sync"):

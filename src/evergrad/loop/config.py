@@ -369,8 +369,6 @@ class RunConfig(Config):
             raise ValueError(
                 f"eval.n = {self.eval.n} tasks never make the {self.gate.min_n} pairs of gate.min_n: raise it, or lower that"
             )
-        if self.canary is not None and not self.watch.requests:
-            raise ValueError("[canary] judges live traffic, and there is none: set watch.requests >= 1, or leave [canary] out")
         if self.traffic.changes and not self.watch.requests:
             raise ValueError("traffic.changes happen while traffic is watched: set watch.requests >= 1, or remove the changes")
         return self
@@ -399,6 +397,11 @@ class RunConfig(Config):
                     "teach; set rl.distill.hint = true, or name a model"
                 )
         return self
+
+    @property
+    def release_plan(self) -> CanaryConfig | None:
+        """The canary, where there is live traffic that it can be judged by."""
+        return self.canary if self.watch.requests else None
 
     def recipe(self, cycle: int) -> RecipeConfig:
         """The recipe of a cycle, counted from 1."""

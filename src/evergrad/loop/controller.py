@@ -194,8 +194,8 @@ def _announcement(session: Session) -> str:
         return f"warm start: {shown} demonstrations in {steps} steps"
     if state.stage is Stage.LEARN and recipe.rl.steps:
         return f"RL: up to {recipe.rl.steps} steps of {recipe.rl.groups_per_step} × {recipe.rl.group_size} rollouts"
-    if state.stage is Stage.RELEASE and session.config.canary is not None:
-        shares = ", ".join(f"{share:.4g}" for share in session.config.canary.shares)
+    if state.stage is Stage.RELEASE and session.config.release_plan is not None:
+        shares = ", ".join(f"{share:.4g}" for share in session.config.release_plan.shares)
         return f"release: {watching} requests a check, the candidate answers {shares} of the sessions, then all"
     return f"live traffic: {watching} requests a check" if state.stage is Stage.WATCH and watching else ""
 

@@ -41,7 +41,7 @@ class AliasEvent:
     verdict: Mapping[str, Any] = field(default_factory=dict)
     """The verdict that a promotion rests on, as JSON values; empty without one."""
     actor: str = ""
-    """Who moved it: ``gate``, ``canary``, or the name of a user."""
+    """Who moved it: ``loop`` (to a first version), ``gate``, ``canary``, or the name of a user."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """What it rests on besides the verdict, as JSON values: the live outcomes of a canary."""
 
