@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -236,21 +237,30 @@ async def test_a_candidate_that_cannot_be_loaded_is_rolled_back(tmp_path: Path, 
 
 
 async def test_a_release_that_was_left_in_the_middle_goes_on_as_if_it_had_not_been(tmp_path: Path, renderer: Renderer) -> None:
-    """Left at every check in turn: the same outcomes, the same steps."""
+    """Left in a check, before or after its outcomes are put down: the same outcomes, the same steps."""
 
     class Left(Exception):
         pass
 
     plan, found = CanaryConfig(shares=(0.2, 0.5), outcomes=8), []
-    for at in (None, 1, 2, 3, 5):
-        root = tmp_path / str(at)
+    for at, put_down in ((None, False), *itertools.product((1, 3, 4, 5, 6), (False, True))):
+        root = tmp_path / f"{at}-{put_down}"
         loop = Loop(root, renderer, plan, Speaker(renderer, "b"))
 
         def leave(loop: Loop = loop, at: int | None = at) -> None:
             if len(loop.checks) == at:
                 raise Left
 
-        loop.after_check = leave
+        if put_down:
+            observe = loop.registry.releases.observe
+
+            def and_leave(release: Release, outcomes: Any, observe: Any = observe, leave: Any = leave) -> None:
+                observe(release, outcomes)
+                leave()
+
+            loop.registry.releases.observe = and_leave  # type: ignore[method-assign]
+        else:
+            loop.after_check = leave
         try:
             await carried_out(loop)
         except Left:

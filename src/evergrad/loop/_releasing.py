@@ -8,8 +8,9 @@ One release, begun by MEASURE with the verdict::
 
 Consumes live sessions; waits for ``watch.requests`` of them per check; its end unblocks WATCH.
 
-Where the release stands and every outcome that it is judged by are in the registry before the next check begins: a run that was
-killed goes on at the same share, with the same check. Whoever moves the alias by hand meanwhile ends the release.
+Where the release stands and every outcome that it is judged by are in the registry before anything follows from them: a run
+that was killed goes on at the same share, with the same word and the same check. Whoever moves the alias by hand meanwhile
+ends the release.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from evergrad.config import parse_config
 from evergrad.evals import CanaryConfig, CanaryStep, rule_on_canary
-from evergrad.inference import Front, Shadow, Split
+from evergrad.inference import Completes, Front, Shadow, Split
 from evergrad.loop._folder import Stage
 from evergrad.loop._playing import play
 from evergrad.loop._serving import PRODUCTION, Standby
@@ -87,56 +88,64 @@ class _Stages:
         self.shadow = Shadow(live, candidate)
 
     async def check(self, found: Release) -> Release:
-        """One check of live traffic, and what follows from it; where the release stands by then."""
+        """What follows from the outcomes so far, or else one more check of live traffic; where the release stands by then."""
         releases = self.session.registry.releases
         found = releases.get(found.release_id)
         if not found.state.is_open:
             return found  # by hand
-        spent = self.session.out_of_budget()
         try:
+            moved = await (self._judge_shadow(found) if found.state is ReleaseState.SHADOW else self._judge_canary(found))
+            if moved is not None:
+                return moved
+            spent = self.session.out_of_budget()
             if spent:
                 hint = f"to promote it all the same: evergrad model promote {found.candidate_id}"
                 return self._roll_back(found, f"{spent} before the canary was through; {hint}")
-            if found.state is ReleaseState.SHADOW:
-                return await self._check_shadow(found)
-            return await self._check_canary(found)
         except RegistryError:
             now = releases.get(found.release_id)
             if now == found:
                 raise
-            return now  # by hand, while the check went on
+            return now  # by hand, in this very moment
+        await (self._play_shadow() if found.state is ReleaseState.SHADOW else self._play_canary(found))
+        return found
 
-    async def _check_shadow(self, found: Release) -> Release:
-        shadow, session = self.shadow, self.session
-        name = f"shadow-{session.state.cycle:03d}-{self.shadow_checks:03d}"
-        with session.clock.phase("shadow"):
-            await play(session, session.state.deployed, session.config.watch.requests, shadow, name=name, source="live")
-            await shadow.settle()
+    async def _play_shadow(self) -> None:
+        with self.session.clock.phase("shadow"):
+            await self._play(f"shadow-{self.session.state.cycle:03d}-{self.shadow_checks:03d}", self.shadow)
+            await self.shadow.settle()
         self.shadow_checks += 1
+
+    async def _judge_shadow(self, found: Release) -> Release | None:
+        shadow = self.shadow
         evidence = {"answered": shadow.answered, "equal": shadow.equal, "failures": shadow.failures[:3]}
         told = f"{shadow.answered} copies answered in the shadow, {shadow.equal} of them as the incumbent did"
         if self.standby.death or shadow.failures:
             return self._roll_back(found, f"{self.standby.death or shadow.failures[0]}; {told}", evidence)
-        return found if shadow.answered < self.plan.shadow else self._widen(found, told, evidence)
+        return None if shadow.answered < self.plan.shadow else self._widen(found, told, evidence)
 
-    async def _check_canary(self, found: Release) -> Release:
-        session, releases = self.session, self.session.registry.releases
-        requests = session.config.watch.requests
+    async def _play_canary(self, found: Release) -> None:
+        releases = self.session.registry.releases
         # Every session of a check is put down with it, so the number of outcomes says which check comes next.
-        name = f"canary-{session.state.cycle:03d}-{len(releases.outcomes(found)) // requests:03d}"
-        with session.clock.phase("serve"):
-            rollouts = await play(session, session.state.deployed, requests, self.front, name=name, source="live")
+        number = len(releases.outcomes(found)) // self.session.config.watch.requests
+        with self.session.clock.phase("serve"):
+            rollouts = await self._play(f"canary-{self.session.state.cycle:03d}-{number:03d}", self.front)
         releases.observe(found, [self._outcome(each, found.share) for each in rollouts])
-        ruling = rule_on_canary(self.plan, releases.outcomes(found), found.share)
+
+    async def _judge_canary(self, found: Release) -> Release | None:
+        ruling = rule_on_canary(self.plan, self.session.registry.releases.outcomes(found), found.share)
         if self.standby.death:
             return self._roll_back(found, f"{self.standby.death}; {ruling.reason}", ruling.evidence)
         if ruling.step is CanaryStep.ROLL_BACK:
             return self._roll_back(found, ruling.reason, ruling.evidence)
         if ruling.step is CanaryStep.HOLD:
-            return found
+            return None
         if self.plan.after(found.share) is None:
             return await self._promote(found, ruling.reason, ruling.evidence)
         return self._widen(found, ruling.reason, ruling.evidence)
+
+    async def _play(self, name: str, client: Completes) -> list[Rollout]:
+        session = self.session
+        return await play(session, session.state.deployed, session.config.watch.requests, client, name=name, source="live")
 
     def _outcome(self, rollout: Rollout, share: float) -> SessionOutcome:
         session_id = rollout.rollout_id
