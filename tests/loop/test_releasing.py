@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from evergrad.envs import Taskset
@@ -276,7 +274,7 @@ async def test_a_release_that_was_left_in_the_middle_goes_on_as_if_it_had_not_be
     assert len(found[0][0]) == 3
 
 
-def test_a_canary_needs_traffic_and_says_what_it_will_do() -> None:
+def test_a_canary_needs_traffic_and_says_what_it_will_do(tmp_path: Path) -> None:
     base = {"environment": {"name": "reasoning"}, "canary": {}}
     without = RunConfig.model_validate({**base, "watch": {"requests": 0}})
     assert without.release_plan is None, "as with run --once"
@@ -285,9 +283,16 @@ def test_a_canary_needs_traffic_and_says_what_it_will_do() -> None:
     check_inputs(without.model_copy(update={"model": "tiny"}), console)
     assert any("no traffic could judge a canary" in note for note in notes)
     config = RunConfig.model_validate({**base, "watch": {"requests": 7}})
-    session: Any = SimpleNamespace(config=config, recipe=config.learn, state=LoopState(stage=Stage.RELEASE))
-    told = "release: 7 requests a check, the candidate answers 0.01, 0.05, 0.25 of the sessions, then all"
-    assert _announcement(session) == told
+    with Registry(tmp_path / "registry.sqlite") as registry:
+        for name in ("v1", "v2"):
+            registry.register(ModelVersion(name, None, 1, f"versions/{name}", "tiny", "r", "2026-01-01"))
+        registry.promote("production", "v1", bootstrap=True)
+        session: Any = SimpleNamespace(
+            config=config, recipe=config.learn, state=LoopState(stage=Stage.RELEASE), registry=registry
+        )
+        begin_release(session, CanaryConfig(), VERDICT)
+        told = "release of v2: 7 requests a check; it answers 0.01, 0.05, 0.25 of the sessions, then all"
+        assert _announcement(session) == told
 
 
 # ── Whole runs, with engines ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,17 +321,14 @@ def trained(alone: Path, tmp_path: Path, start: Start) -> Path:
 
 
 def planted(trained: Path, run: Path, plan: CanaryConfig, spoil: bool) -> Path:
-    """A copy of the run in which a candidate has just passed the gate: what serves, or what is left of it under noise."""
+    """A copy of the run in which a candidate has just passed the gate: what serves, or the base model, which knows nothing."""
     shutil.copytree(trained, run)
     with Registry(run / "registry.sqlite") as registry:
         serving = registry.find("production")
         source, target = run / serving.weights_uri, run / "versions" / "planted"
         shutil.copytree(source, target)
         if spoil:
-            noise = torch.Generator().manual_seed(0)
-            tensors = load_file(target / "model.safetensors")
-            noisy = {key: each + each.std() * torch.randn(each.shape, generator=noise) for key, each in tensors.items()}
-            save_file(noisy, target / "model.safetensors", metadata={"format": "pt"})
+            shutil.copy(base_model("tiny") / "model.safetensors", target / "model.safetensors")
         metadata = {key: value for key, value in serving.metadata.items() if key != "probe"}
         registry.register(replace(serving, version_id="planted", weights_uri="versions/planted", metadata=metadata))
         verdict = Verdict(True, ("planted",), {}, "planted", serving.version_id)

@@ -40,6 +40,15 @@ def begin_release(session: Session, config: CanaryConfig, verdict: Verdict) -> R
     return session.registry.releases.begin(PRODUCTION, verdict, plan, state=state, share=share, actor="gate")
 
 
+def announce_release(session: Session) -> str:
+    """What is about to happen to the release that is under way; empty when none is."""
+    found = session.registry.releases.last(PRODUCTION)
+    if found is None or not found.state.is_open:
+        return ""
+    requests, shares = session.config.watch.requests, ", ".join(f"{share:.4g}" for share in found.plan["shares"])
+    return f"release of {found.candidate_id}: {requests} requests a check; it answers {shares} of the sessions, then all"
+
+
 async def release(session: Session) -> Stage:
     """Carries out the release that the registry knows of, from where it stands to its end."""
     found = session.registry.releases.last(PRODUCTION)

@@ -36,7 +36,7 @@ from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
-from evergrad.loop._releasing import release
+from evergrad.loop._releasing import announce_release, release
 from evergrad.loop._replicas import Restarts
 from evergrad.loop._reporting import rebuild_report, report
 from evergrad.loop._serving import PRODUCTION
@@ -194,9 +194,8 @@ def _announcement(session: Session) -> str:
         return f"warm start: {shown} demonstrations in {steps} steps"
     if state.stage is Stage.LEARN and recipe.rl.steps:
         return f"RL: up to {recipe.rl.steps} steps of {recipe.rl.groups_per_step} × {recipe.rl.group_size} rollouts"
-    if state.stage is Stage.RELEASE and session.config.release_plan is not None:
-        shares = ", ".join(f"{share:.4g}" for share in session.config.release_plan.shares)
-        return f"release: {watching} requests a check, the candidate answers {shares} of the sessions, then all"
+    if state.stage is Stage.RELEASE:
+        return announce_release(session)
     return f"live traffic: {watching} requests a check" if state.stage is Stage.WATCH and watching else ""
 
 
