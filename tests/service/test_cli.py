@@ -265,6 +265,10 @@ def test_a_release_is_shown_step_by_step_and_ended_by_hand(cli: Cli, run: Path) 
         verdict = Verdict(True, ("next wins",), {}, "next", "demo-c1-rl")
         found = registry.releases.begin("production", verdict, plan, state=ReleaseState.CANARY, share=0.01, actor="gate")
         found = registry.releases.widen(found, 0.05, reason="no harm", evidence={"e_value": 0.5}, actor="canary")
+    assert re.search(r"next +demo-c1-rl .* canary 0.05 of production", cli("model", "list").out)
+    assert [each["release"] and each["release"]["share"] for each in json.loads(cli("model", "list", "--json").out)] == [
+        None, None, 0.05, None,
+    ]  # fmt: skip
     assert cli("model", "rollback", "--reason", "complaints").out == (
         "production stays with demo-c1-rl; the release of next has ended\n"
     )

@@ -27,8 +27,14 @@ def list_versions(run: Path, *, as_json: bool = False) -> None:
     """Prints the versions of a run in the order in which they were made."""
     with open_registry(run) as registry:
         versions, aliases = registry.list(), registry.aliases()
+        under_way = {each.candidate_id: each for alias in aliases if (each := _open_release(registry, alias))}
     if as_json:
-        print_json([{**_public(version), "aliases": _names(aliases, version)} for version in versions])
+        print_json(
+            [
+                {**_public(each), "aliases": _names(aliases, each), "release": under_way.get(each.version_id)}
+                for each in versions
+            ]
+        )
         return
     if not versions:
         console().print(f"No version yet in {run}.")
@@ -39,7 +45,7 @@ def list_versions(run: Path, *, as_json: bool = False) -> None:
             version.parent_id,
             version.policy_version,
             version.created_at,
-            cell(", ".join(_names(aliases, version)), "green"),
+            cell(", ".join((*_names(aliases, version), *_on_its_way(under_way.get(version.version_id)))), "green"),
         )
         for version in versions
     ]
@@ -187,6 +193,14 @@ def _release_line(event: ReleaseEvent) -> str:
 
 def _by(actor: str) -> str:
     return f" by {actor}" if actor else ""
+
+
+def _on_its_way(release: Release | None) -> tuple[str, ...]:
+    """Where a version stands that owns no alias yet."""
+    if release is None:
+        return ()
+    share = f" {release.share:.4g}" if release.state is ReleaseState.CANARY else ""
+    return (f"{release.state}{share} of {release.alias}",)
 
 
 def _short(value: object) -> str:
