@@ -385,7 +385,7 @@ def test_a_planted_harmful_candidate_is_rolled_back_by_its_live_outcomes(trained
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_canary_it_goes_on_at_the_same_share(trained: Path, tmp_path: Path, start: Start) -> None:
-    plan = CanaryConfig(shares=(0.25, 0.5), outcomes=30)
+    plan = CanaryConfig(shares=(0.25, 0.5), outcomes=20)
     left, killed = (planted(trained, tmp_path / name, plan, spoil=False) for name in ("left", "killed"))
     configuration = str(tmp_path / "canary.toml")
     finish(start("run", configuration, "--run-dir", str(left)))
