@@ -179,7 +179,7 @@ def _told(evidence: dict[str, Any]) -> str:
         mean = "no score" if found["mean"] is None else f"mean {found['mean']:.3f}"
         lost = found["sessions"] - found["scored"]
         parts.append(f"{side.value} {mean} of {found['sessions']}{f', {lost} not scored' if lost else ''}")
-    return f"{'; '.join(parts)}; e = {evidence['e_value']:.3g} of {evidence['threshold']:.4g}"
+    return f"{'; '.join(parts)}; e = {evidence['e_value']:.3g}, harm from {evidence['threshold']:.4g}"
 
 
 def _mean(values: Sequence[float]) -> float:
