@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from evergrad.loop._certificate_page import render_certificate
 from evergrad.loop._certifying import _costs, certificate_path, certify
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import task_costs
-from evergrad.loop.auditing import State, audit, read_certificate
+from evergrad.loop.auditing import Finding, State, audit, read_certificate, ruling
 from evergrad.loop.certificate import CertificateError, folder_hash, public_key, run_signing_key, sign, signing_key, verify
 from evergrad.loop.config import WorthConfig
 from evergrad.registry import Registry
@@ -309,6 +310,40 @@ def test_a_refusal_is_certified_too_and_later_ones_rest_on_it(session: Any) -> N
     assert read_certificate(later)["content"]["plan"]["trial"] == 2
     assert State.FAILS not in states(session, later).values()
     assert State.FAILS not in states(session, refused).values(), "verdicts after it change nothing"
+
+
+def by_hand(session: Any, candidate: str) -> None:
+    promoted = Verdict(True, ("by hand, without the gate: it was Friday",), {"by_hand": True}, candidate, "old")
+    session.registry.promote("production", candidate, promoted)
+
+
+def alias_row(session: Any, path: Path) -> Finding:
+    (found,) = (each for each in audit(session.folder.path, read_certificate(path)) if each.check == "alias")
+    return found
+
+
+def test_an_alias_that_was_set_by_hand_over_a_refusal_fails_the_audit(session: Any) -> None:
+    path = issue(session, after=3)
+    assert ruling(read_certificate(path)["content"]).startswith("REFUSED: ")
+    assert alias_row(session, path) == Finding("alias", State.HOLDS, "none serves it")
+    by_hand(session, "new")
+    found = alias_row(session, path)
+    assert found.state is State.FAILS
+    assert re.fullmatch(r"production: set by hand at \S+, no verdict behind it \(by hand, .* Friday\)", found.told)
+    session.registry.rollback("production")
+    assert alias_row(session, path).state is State.HOLDS
+    session.registry.promote("staging", "new", bootstrap=True)
+    assert "staging: the first version" in alias_row(session, path).told
+
+
+def test_an_alias_rests_on_the_gates_verdict_until_a_hand_moves_it(session: Any) -> None:
+    path = issue(session)
+    assert ruling(read_certificate(path)["content"]).startswith("PROMOTED: ")
+    assert "production: promoted by a verdict of the gate at " in alias_row(session, path).told
+    session.registry.rollback("production")
+    assert alias_row(session, path).told == "none serves it"
+    by_hand(session, "new")
+    assert alias_row(session, path).state is State.FAILS, "the gate promoted it once, but not this time"
 
 
 def test_a_certificate_is_issued_once(session: Any) -> None:

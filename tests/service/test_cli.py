@@ -515,17 +515,36 @@ def test_an_audit_without_certificates_says_so(cli: Cli, run: Path) -> None:
 
 
 def test_an_audit_ends_with_1_when_something_does_not_fit(cli: Cli, run: Path) -> None:
-    certificate = sign({"certificate": 1, "candidate_id": "demo-c1-rl"}, signing_key())
+    content = {"certificate": 1, "candidate_id": "demo-c1-rl", "promoted": False, "reasons": ["guard desk@v1: not shown"]}
+    certificate = sign(content, signing_key())
     path = run / "certificates" / "demo-c1-rl-0.json"
     path.parent.mkdir()
     path.write_text(json.dumps(certificate))
     result = cli("audit", "production")
     assert result.code == 1
+    assert "demo-c1-rl-0: REFUSED: guard desk@v1: not shown" in result.out
     assert re.search(r"signature +holds +by the key it names", result.out)
     assert re.search(r"weights +fails +cannot be checked", result.out)
     pinned = cli("audit", "--key", f"{key_path()}.pub", "--json")
-    assert json.loads(pinned.out)["demo-c1-rl-0"][0] == {"check": "signature", "state": "holds", "told": "by the key given"}
+    audited = json.loads(pinned.out)["demo-c1-rl-0"]
+    assert audited["ruling"] == "REFUSED: guard desk@v1: not shown"
+    assert audited["findings"][0] == {"check": "signature", "state": "holds", "told": "by the key given"}
     assert "no certificate of demo-c1-sft" in cli("audit", "demo-c1-sft").error()
     path.write_text(json.dumps({**certificate, "content": {**certificate["content"], "more": 1}}))
     forged = cli("audit")
     assert (forged.code, "weights" in forged.out) == (1, False), "a forgery is looked at no further"
+    assert "demo-c1-rl-0: no ruling to rely on" in forged.out
+    assert "REFUSED" not in forged.out
+
+
+def test_an_audit_tells_who_put_an_alias_where_no_certificate_is(cli: Cli, run: Path) -> None:
+    (run / "certificates").mkdir()
+    certificate = sign({"certificate": 1, "candidate_id": "demo-c1-rl", "promoted": True, "reasons": []}, signing_key())
+    (run / "certificates" / "demo-c1-rl-0.json").write_text(json.dumps(certificate))
+    cli("model", "rollback", "production")
+    assert re.search(r"demo-c1-sft: no ruling to rely on *\n.*\nalias +holds +production: the first version", cli("audit").out)
+    cli("model", "promote", "demo-c1-rl")
+    cli("model", "promote", "demo-c1-sft", "--reason", "it was Friday")
+    told = r"production: set by hand at \S+, no verdict behind it \(by hand, without the gate: it was Friday\)"
+    assert re.search(rf"alias +fails +{told}", cli("audit").out)
+    assert re.search(rf"no certificate of demo-c1-sft: {told}", cli("audit", "production").error())

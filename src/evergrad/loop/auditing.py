@@ -1,4 +1,4 @@
-"""Audits a certificate against the run it is about: signature, every hash, the ruling made again, and the traffic since.
+"""Audits a certificate against the run it is about: signature, every hash, the ruling made again, aliases, the traffic since.
 
 Nothing here trusts the certificate: each line is computed from the files of the run and compared with what was signed. An
 environment of a file is code of whoever signed, so it is run only for a signer that the auditor named or is.
@@ -21,7 +21,7 @@ from evergrad.loop._announcing import report_path, verdicts_before
 from evergrad.loop._folder import read_state
 from evergrad.loop._scores import p_of_so_few, row_of, task_costs
 from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, own_public_key, statement, verify
-from evergrad.registry import Registry
+from evergrad.registry import AliasEvent, Registry
 from evergrad.types import EvalReport, EvergradError, Verdict, plain, strict_json
 
 if TYPE_CHECKING:
@@ -94,9 +94,29 @@ def audit(run: Path, certificate: Mapping[str, Any], public_key: Ed25519PublicKe
         "environment and tasks": lambda: _tasks(content, known),
         "code": lambda: _noted(content["hashes"]["code"], code_hash()),
         "installation": lambda: _noted(content["installation"], installation()),
+        "alias": lambda: _aliases(run, content),
         "traffic since": lambda: _traffic(run, content),
     }
     return findings + [_checked(name, check) for name, check in checks.items()]
+
+
+def ruling(content: Mapping[str, Any]) -> str:
+    """
+    >>> ruling({"promoted": False, "reasons": ["guard letters@v1: 3 of 12 pairs lost"]})
+    'REFUSED: guard letters@v1: 3 of 12 pairs lost'
+    """
+    word = "PROMOTED" if content.get("promoted") is True else "REFUSED"
+    return f"{word}: {'; '.join(map(str, content.get('reasons', ())))}"
+
+
+def alias_finding(promotion: AliasEvent) -> Finding:
+    """Whether a verdict that promotes stands behind what an alias serves; ``promotion`` is the move that it rests on."""
+    verdict, told = promotion.verdict, f"{promotion.alias}: {{}} at {promotion.at}"
+    if promotion.action == "bootstrap":
+        return Finding("alias", State.HOLDS, told.format("the first version, served without a contest,"))
+    if verdict.get("promote") is True and "suite_hashes" in verdict.get("evidence", {}):
+        return Finding("alias", State.HOLDS, told.format("promoted by a verdict of the gate"))
+    return Finding("alias", State.FAILS, f"{told.format('set by hand')}, no verdict behind it ({promotion.reason})")
 
 
 def _checked(name: str, check: Callable[[], Told]) -> Finding:
@@ -262,6 +282,17 @@ def _tasks(content: Mapping[str, Any], known_signer: bool) -> Told:
         if suite_hash(tasks, fingerprint=taskset.fingerprint) != suite["suite_hash"]:
             return State.FAILS, f"{name}: other tasks are drawn now"
     return f"{', '.join(content['suites'])}: the same tasks, the same verifier"
+
+
+def _aliases(run: Path, content: Mapping[str, Any]) -> Told:
+    """What stands behind each alias that serves the candidate, whatever this certificate says of it."""
+    version_id = content["candidate_id"]
+    with Registry(run / "registry.sqlite") as registry:
+        promotions = [registry.promotion(alias) for alias in registry.aliases()]
+    served = [each for each in promotions if each is not None and each.version_id == version_id]
+    findings = [alias_finding(each) for each in served]
+    told = "; ".join(each.told for each in findings) or "none serves it"
+    return (State.FAILS, told) if any(each.state is State.FAILS for each in findings) else told
 
 
 def _traffic(run: Path, content: Mapping[str, Any]) -> Told:

@@ -188,6 +188,12 @@ class Registry:
             current = _current(connection, alias)
             return current.version_id if current else None
 
+    def promotion(self, alias: str) -> AliasEvent | None:
+        """The promotion that ``alias`` rests on: the last, or after a rollback an earlier one; ``None`` while there is none."""
+        with self._database.read() as connection:
+            current = _current(connection, alias)
+            return _to_event(current, _verdict_text(connection, current.verdict_number)) if current else None
+
     def aliases(self) -> dict[str, str]:
         """Each alias and the id of the version that it serves."""
         query = sa.select(_aliases.c.alias, _events.c.version_id).join(_events, _aliases.c.event_id == _events.c.event_id)
