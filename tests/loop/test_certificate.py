@@ -473,11 +473,34 @@ def test_an_audit_holds_the_promise_against_the_traffic_since(session: Any) -> N
 
     kept, fallen = served(20), served(2)
     assert (kept.state, fallen.state) == (State.HOLDS, State.NOTE)
-    assert "20 of 24 live requests succeed, of the gate's tasks 1.000" in kept.told
+    assert "letters@v1: 20 of 24 succeed, of the gate's tasks 1.000" in kept.told
     assert fallen.told.endswith("it has fallen")
     measured_row = next(each for each in session.state.scores if each["label"] == "new on letters@v1")
     measured_row["success_rate"] = 0.25  # graded scores: a mean far above the share of tasks that succeed whole
     assert served(6).state is State.HOLDS
+
+
+@pytest.mark.parametrize("after", [N, 3], ids=["promoted", "refused, and set by hand"])
+def test_an_audit_tells_the_traffic_of_every_suite_that_the_version_served(session: Any, after: int) -> None:
+    path = issue(session, after=after)
+
+    def row(cycle: int, suite: str, version_id: str, n: int, rate: float | None) -> dict[str, Any]:
+        label = f"live, cycle {cycle}"
+        return {"label": label, "suite": suite, "version_id": version_id, "n": n, "success_rate": rate}
+
+    session.state.scores += [
+        row(1, "letters@v1", "old", 24, 0.0),
+        row(1, "letters@v1", "new", 24, after / N),
+        row(2, "letters@v2", "new", 24, 0.0),
+        row(3, "letters@v2", "new", 24, 0.0),
+        row(4, "letters@v3", "new", 0, None),
+    ]
+    write_json(session.folder.path / "state.json", dataclasses.asdict(session.state))
+    found = next(each for each in audit(session.folder.path, read_certificate(path)) if each.check == "traffic since")
+    certified, changed = found.told.split("; ")
+    assert certified.startswith(f"letters@v1: {24 * after // N} of 24 succeed, of the gate's tasks")
+    assert changed == "since the change, letters@v2: 0 of 48 succeed (not certified)"
+    assert found.state is State.NOTE
 
 
 def test_a_measurement_that_was_given_up_has_no_costs(session: Any) -> None:

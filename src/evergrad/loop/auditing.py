@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +18,7 @@ from evergrad.envs import ENVIRONMENTS, Taskset
 from evergrad.evals import Costs, GateConfig, content_hash, gate, plan_from_json, report_from_json, report_hash, suite_hash
 from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
-from evergrad.loop._folder import read_state
+from evergrad.loop._folder import LoopState, read_state
 from evergrad.loop._scores import p_of_so_few, row_of, task_costs
 from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, own_public_key, statement, verify
 from evergrad.registry import AliasEvent, Registry
@@ -296,14 +296,29 @@ def _aliases(run: Path, content: Mapping[str, Any]) -> Told:
 
 
 def _traffic(run: Path, content: Mapping[str, Any]) -> Told:
-    """Live success of the candidate on its suite, beside that on the gate's tasks."""
-    state, primary = read_state(run / "state.json"), content["plan"]["primary"]
-    live = [row for row in state.scores if row["label"].startswith("live") and row["n"]]
-    rows = [row for row in live if (row["version_id"], row["suite"]) == (content["candidate_id"], primary.partition("#")[0])]
-    requests, measured = sum(row["n"] for row in rows), row_of(state, content["candidate_id"], primary)
-    if not requests or measured is None or not content["promoted"]:
+    """Live success of the candidate, suite by suite: beside that on the gate's tasks where it was measured on them."""
+    state, version_id = read_state(run / "state.json"), content["candidate_id"]
+    served: dict[str, list[Mapping[str, Any]]] = {}
+    for row in state.scores:
+        if row["label"].startswith("live") and row["n"] and row["version_id"] == version_id:
+            served.setdefault(row["suite"], []).append(row)
+    certified = {name.partition("#")[0]: name for name in (*content["suites"], content["plan"]["primary"])}
+    found = [_live(state, version_id, suite, rows, certified.get(suite)) for suite, rows in served.items()]
+    if not found:
         return State.NOTE, "none on record"
-    successes, expected = round(sum(row["n"] * row["success_rate"] for row in rows)), measured["success_rate"]
+    told = "; ".join(each if isinstance(each, str) else each[1] for each in found)
+    return told if all(isinstance(each, str) for each in found) else (State.NOTE, told)
+
+
+def _live(state: LoopState, version_id: str, suite: str, rows: Sequence[Mapping[str, Any]], certified: str | None) -> Told:
+    """Traffic on one suite; ``certified`` is the name under which the gate measured it, ``None`` for a later contract."""
+    requests, successes = sum(row["n"] for row in rows), round(sum(row["n"] * row["success_rate"] for row in rows))
+    if certified is None:
+        return State.NOTE, f"since the change, {suite}: {successes} of {requests} succeed (not certified)"
+    told, measured = f"{suite}: {successes} of {requests} succeed", row_of(state, version_id, certified)
+    if measured is None:
+        return State.NOTE, f"{told} (never measured)"
+    expected = measured["success_rate"]
     p_value = p_of_so_few(successes, requests, expected, measured["n"])
-    told = f"{successes} of {requests} live requests succeed, of the gate's tasks {expected:.3f} (p of so few {p_value:.2g})"
+    told += f", of the gate's tasks {expected:.3f} (p of so few {p_value:.2g})"
     return told if p_value >= _RARE else (State.NOTE, f"{told}: it has fallen")
