@@ -30,6 +30,7 @@ from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_js
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
 from evergrad.loop._measuring import _incumbent, _record_score, _serves_already
 from evergrad.loop._probe import require_equal
+from evergrad.loop._reporting import _serving
 from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
 from evergrad.loop._session import Session
@@ -204,6 +205,24 @@ def rollouts(successes: int, failures: int, faults: int = 0) -> list[Rollout]:
         [(Outcome.SCORED, 1.0)] * successes + [(Outcome.SCORED, 0.0)] * failures + [(Outcome.ENVIRONMENT_FAULT, None)] * faults
     )
     return [Rollout(str(i), "g", "t", (), outcome, reward) for i, (outcome, reward) in enumerate(ends)]
+
+
+def test_what_production_scores_now_is_of_the_deployed_suite() -> None:
+    """An evaluation speaks before traffic, and another contract's or another version's figures say nothing."""
+    state = LoopState()
+
+    def add(version_id: str, suite: str, mean: float, **more: Any) -> None:
+        state.scores.append({"version_id": version_id, "suite": suite, "mean": mean, "n": 8, **more})
+
+    assert _serving(state, None, "s@v2") is None
+    add("a", "s@v1", 0.9, suite_hash="x")
+    add("b", "s@v2", 0.8, suite_hash="x")
+    assert _serving(state, "a", "s@v2") is None
+    add("a", "s@v2", 0.2)
+    add("a", "s@v2", 0.1)
+    assert _serving(state, "a", "s@v2") == {"version_id": "a", "suite": "s@v2", "score": 0.1, "n": 8, "live": True}
+    add("a", "s@v2", 0.0, suite_hash="x")
+    assert _serving(state, "a", "s@v2") == {"version_id": "a", "suite": "s@v2", "score": 0.0, "n": 8, "live": False}
 
 
 def test_traffic_alarms_on_a_fall_and_not_on_chance_or_faults() -> None:
