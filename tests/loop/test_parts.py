@@ -38,7 +38,7 @@ from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig, WorthConfig
 from evergrad.loop.controller import _announcement, _finished
 from evergrad.loop.offline import TrainConfig
-from evergrad.loop.placement import LocalPlacement, WorkerDied
+from evergrad.loop.placement import LocalPlacement, WorkerDied, _local
 from evergrad.registry import Registry, base_model
 from evergrad.training import TrainerConfig
 from evergrad.training.sinks import RunInfo, SinkFan
@@ -263,6 +263,42 @@ async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path, monke
             await placement.watch()
         with pytest.raises(WorkerDied, match="No module named"):
             await placement.start("nobody", "no_such_module", GateConfig())
+
+
+SLOW_START = """
+import json, sys, time
+work, rest = float(sys.argv[-2]), float(sys.argv[-1])
+while time.process_time() < work:
+    pass
+time.sleep(rest)
+print(json.dumps({"port": 1}), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "rest", "limit", "told"),
+    [
+        (5, 0, 600, None),
+        (0, 600, 600, r"not ready after \d+ s, and computed nothing in the last 3 s of them \(.*victim.log\)"),
+        (600, 0, 1, r"not ready after 1 s, of which it computed \d+ s \(.*victim.log\)"),
+    ],
+    ids=["slow", "idle", "endless"],
+)
+async def test_a_worker_may_start_slowly_while_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: float, rest: float, limit: float, told: str | None
+) -> None:
+    (tmp_path / "slow_start.py").write_text(SLOW_START)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(_local, "IDLE_START_S", 3)
+    monkeypatch.setattr(_local, "START_LIMIT_S", limit)
+    async with LocalPlacement(tmp_path / "logs") as placement:
+        start = placement.start("victim", "slow_start", GateConfig(), [str(work), str(rest)])
+        if told is None:
+            assert (await start).process.returncode is None
+            return
+        with pytest.raises(EvergradError, match=rf"victim was {told}. Next: the same command goes on from there"):
+            await start
 
 
 ANSWERS = """
