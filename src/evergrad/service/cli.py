@@ -309,9 +309,9 @@ def cost(
 ) -> None:
     """Show what a run has cost by phase, per million tokens and per success, and which version is dominated by which."""
     from evergrad.service._costs import show_costs
-    from evergrad.service._runs import find_run
+    from evergrad.service._runs import LEDGER, REGISTRY, find_run
 
-    show_costs(find_run(run), focus=focus, price_book=price_book, as_json=as_json)
+    show_costs(find_run(run, holds=(REGISTRY, LEDGER)), focus=focus, price_book=price_book, as_json=as_json)
 
 
 @app.command()
