@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from evergrad.ledger import Ledger
 from evergrad.loop.config import RLConfig
 from evergrad.loop.offline import TrainConfig, train
 from evergrad.loop.offline.plan import Plan, hold_out
@@ -87,11 +88,12 @@ import os, signal, sys
 from evergrad.training import trainer
 from evergrad.transfer import files
 
-at, moment = int(sys.argv[1]), sys.argv[2]
+at, moment, by = int(sys.argv[1]), sys.argv[2], signal.Signals(int(sys.argv[3]))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start tests with it ignored
 step, write, calls = trainer.Trainer.step, files.save_file, []
 
 def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), by)
 
 def killed_step(self, *arguments):
     calls.append(1)
@@ -109,18 +111,21 @@ def killed_write(tensors, path, **more):
 
 trainer.Trainer.step, files.save_file = killed_step, killed_write
 from evergrad.service.cli import command
-sys.exit(command(["train", *sys.argv[3:]]))
+sys.exit(command(["train", *sys.argv[4:]]))
 """
 
 
-def start_and_kill(config: Path, run: Path, at: int, moment: str, words: Sequence[str] = ()) -> None:
-    """Runs ``evergrad train`` in a process of its own that kills itself."""
-    command = [sys.executable, "-c", KILLS, str(at), moment, str(config), "--run-dir", str(run)]
+def start_and_kill(
+    config: Path, run: Path, at: int, moment: str, words: Sequence[str] = (), *, by: int = signal.SIGKILL
+) -> str:
+    """Runs ``evergrad train`` in a process of its own that sends itself a signal; returns what it said."""
+    command = [sys.executable, "-c", KILLS, str(at), moment, str(int(by)), str(config), "--run-dir", str(run)]
     command += [word for each in words for word in ("--set", each)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     killed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.returncode == (-signal.SIGKILL if by == signal.SIGKILL else 130), killed.stderr
     assert not (run / "report.json").exists()
+    return killed.stdout
 
 
 def same_end(run: Path, other: Path) -> None:
@@ -144,6 +149,39 @@ def same_end(run: Path, other: Path) -> None:
 def test_killed_and_resumed_ends_as_if_left_alone(config: Path, tmp_path: Path, undisturbed: Path) -> None:
     start_and_kill(config, tmp_path / "run", 3, "after")
     same_end(train(config, [], tmp_path / "run"), undisturbed)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_the_step_that_is_being_made_is_saved_when_asked_to_stop(
+    config: Path, tmp_path: Path, undisturbed: Path, by: signal.Signals
+) -> None:
+    told = start_and_kill(config, tmp_path / "run", 3, "before", by=by)
+    assert "stopped; the same command goes on from step 3" in told
+    same_end(train(config, [], tmp_path / "run"), undisturbed)
+
+
+def test_a_checkpoint_by_time_loses_no_more_and_measures_nothing(config: Path, tmp_path: Path, undisturbed: Path) -> None:
+    often = ["checkpoint.every_s=1e-9"]
+    start_and_kill(config, tmp_path / "run", 4, "before", often)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))[-1] == "step-000003"
+    same_end(train(config, often, tmp_path / "run"), undisturbed)
+
+
+def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, run = ["checkpoint.every=100"], tmp_path / "run"
+    start_and_kill(config, run, 5, "after", words)
+    with Ledger(run / "ledger.sqlite") as ledger:
+        earlier_s, earlier_usd = ledger.elapsed_s(), ledger.total_usd()
+    assert earlier_s > 0
+    train(config, words, run)
+    assert "no checkpoint to go on from: it starts again" in capsys.readouterr().out
+    with Ledger.for_reading(run / "ledger.sqlite") as ledger:
+        both_s = ledger.elapsed_s()
+    report = report_of(run)
+    assert earlier_s < report["wall_s"] == pytest.approx(both_s, abs=0.5), "time and cost are of the same attempts"
+    assert report["cost"]["total_usd"] > float(earlier_usd or 0)
 
 
 @pytest.mark.slow

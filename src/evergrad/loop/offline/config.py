@@ -62,6 +62,9 @@ class CheckpointConfig(Config):
 
     every: int = Field(default=100, ge=1)
     """Steps between checkpoints; held-out data is measured at each, and the last step has one."""
+    every_s: float = Field(default=300.0, gt=0)
+    """Seconds after the last checkpoint at which there is one in any case, so that a kill costs no more; Ctrl-C and SIGTERM
+    make one, too. Held-out data is not measured at these."""
     keep_best: int = Field(default=1, ge=0)
     """How many of those with the lowest held-out loss are kept; none without held-out data."""
     pinned: tuple[int, ...] = ()
