@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from evergrad.types import InputError
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
+_FOLDER = "folder of the configuration file"
 DEEPEST = 32
 """Levels of tables and lists in each other; no configuration needs more, and recursion ends somewhere."""
 
@@ -62,7 +64,7 @@ def load_config(model: type[ConfigT], path: Path | None, overrides: Iterable[str
             raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where) from None
     for override in overrides:
         _apply_override(data, override)
-    return parse_config(model, data, where=where)
+    return parse_config(model, data, where=where, folder=path.parent if path else None)
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -77,14 +79,47 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return data
 
 
-def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str) -> ConfigT:
-    """Validates plain data as ``model``; errors read like those of :func:`load_config`."""
+def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str, folder: Path | None = None) -> ConfigT:
+    """Validates plain data as ``model``; errors read like those of :func:`load_config`.
+
+    Args:
+        folder: That of the configuration file, where :func:`found_path` looks; without one, paths are left as they are.
+    """
     _require_plain(data, where)
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context={_FOLDER: folder})
     except ValidationError as error:
         lines = [_describe(model, item) for item in error.errors()]
         raise ConfigError("; ".join(lines), where=where) from error
+
+
+def found_path(value: str | None, info: ValidationInfo) -> str | None:
+    """The one rule for paths in a configuration: under the current folder, or else beside the configuration file.
+
+    For a field validator of every key that holds the path of a file or folder that must be there.
+
+    Raises:
+        ValueError: it is in neither place; names both.
+    """
+    folder = (info.context or {}).get(_FOLDER)
+    if value is None or folder is None:
+        return value
+    path = Path(value).expanduser()
+    beside = (folder / path).resolve()
+    if path.exists():
+        return str(path) if value.startswith("~") else value
+    if beside.exists():
+        return str(beside)
+    if path.is_absolute():
+        raise ValueError(f"not found: {path}; check the path")
+    tried = f"neither {path.absolute()} nor {beside}"
+    raise ValueError(f"not found: {tried}; give it relative to the current folder or to the configuration file")
+
+
+def found_model(value: str | None, info: ValidationInfo) -> str | None:
+    """:func:`found_path` for what may be a name instead: a word without a slash, which its owner knows or does not."""
+    path_like = value is not None and (os.sep in value or value.startswith((".", "~")))
+    return found_path(value, info) if path_like else value
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

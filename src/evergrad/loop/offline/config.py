@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from evergrad.config import Config, nearest
+from evergrad.config import Config, found_model, found_path, nearest
 from evergrad.loop import config as loop_config
 from evergrad.training import LossConfig, ScheduleConfig
 from evergrad.training.data import DataConfig
@@ -98,6 +98,9 @@ class TrainConfig(Config):
     """Where metrics go besides ``metrics.jsonl``."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
+
+    _found_model = field_validator("model")(found_model)
+    _found_book = field_validator("price_book")(found_path)
 
     @model_validator(mode="before")
     @classmethod
