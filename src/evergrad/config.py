@@ -25,7 +25,14 @@ DEEPEST = 32
 
 
 class ConfigError(InputError):
-    """A configuration that cannot be used: names the key, the file and the nearest valid spelling."""
+    """A configuration that cannot be used: names the key, the file and the nearest valid spelling.
+
+    ``key`` is the dotted name of the first key that does not fit, where it is one that does not.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None, key: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.key = key
 
 
 class Config(BaseModel):
@@ -89,8 +96,10 @@ def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str, f
     try:
         return model.model_validate(data, context={_FOLDER: folder})
     except ValidationError as error:
-        lines = [_describe(model, item) for item in error.errors()]
-        raise ConfigError("; ".join(lines), where=where) from error
+        errors = error.errors()
+        raise ConfigError(
+            "; ".join(_describe(model, item) for item in errors), where=where, key=_key(data, errors[0])
+        ) from error
 
 
 def found_path(value: str | None, info: ValidationInfo) -> str | None:
@@ -168,7 +177,7 @@ def _require_plain(value: Any, where: str, path: str = "", depth: int = 0) -> No
     if depth > DEEPEST:
         raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{path}: {value} is not a finite number", where=where)
+        raise ConfigError(f"{path}: {value} is not a finite number", where=where, key=path)
     if isinstance(value, (Mapping, list)):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             _require_plain(item, where, f"{path}.{key}".lstrip("."), depth + 1)
@@ -195,6 +204,22 @@ def _describe(model: type[BaseModel], item: Any) -> str:
     owner = _model_at(model, item["loc"][:-1])
     hint = nearest(str(item["loc"][-1]), owner.model_fields) if owner else ""
     return f"unknown key '{path}': {hint}".rstrip(": ")
+
+
+def _key(data: Any, item: Any) -> str | None:
+    """Where in ``data`` an error of pydantic's is; its own place may go on into the members of a union.
+
+    >>> _key({"stop": 7}, {"loc": ("stop", "str"), "type": "string_type"}), _key({}, {"loc": ("model",), "type": "missing"})
+    ('stop', 'model')
+    """
+    path: list[str] = []
+    for part in item["loc"]:
+        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and part in range(len(data))
+        if not inside and not (isinstance(data, Mapping) and item["type"] == "missing"):
+            break
+        path.append(str(part))
+        data = data[part] if inside else None
+    return ".".join(path) or None
 
 
 def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:

@@ -200,7 +200,7 @@ def _cpu_seconds(pid: int) -> float:
         times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     except psutil.Error:
         return 0.0
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 async def _complaint(http: httpx.AsyncClient) -> str | None:
