@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -235,9 +236,11 @@ def test_one_version_with_its_lineage_and_the_gates_word(cli: Cli, run: Path) ->
 
 
 def test_rollback_and_promotion_by_hand_are_on_record(cli: Cli, run: Path) -> None:
-    assert cli("model", "rollback", "--reason", "it was rude").out == "production: demo-c1-rl → demo-c1-sft\n"
+    done = cli("model", "rollback", "--reason", "it was rude").out.splitlines()
+    undo = "evergrad model promote demo-c1-rl --alias production --run runs/demo"
+    assert done == ["production: demo-c1-rl → demo-c1-sft", f"Undo: {undo}"]
     again = cli("model", "rollback")
-    assert "no predecessor" in again.error()
+    assert "no predecessor. Next: evergrad model promote VERSION" in again.error()
     assert again.code != 0
     # The verdict of the gate still fits, for it compared with what is served now: it is the one on record.
     assert "by hand" not in cli("model", "promote", "demo-c1-rl").out
@@ -258,7 +261,7 @@ def test_rollback_and_promotion_by_hand_are_on_record(cli: Cli, run: Path) -> No
 def test_every_promotion_by_hand_keeps_a_reason_of_its_own(cli: Cli, run: Path) -> None:
     """Not the gate's word: what a person once decided is no evidence for what another decides later."""
     assert cli("model", "promote", "demo-c1-sft", "--reason", "drill").code == 0
-    assert cli("model", "rollback").out == "production: demo-c1-sft → demo-c1-rl\n"
+    assert cli("model", "rollback").out.startswith("production: demo-c1-sft → demo-c1-rl\n")
     again = cli("model", "promote", "demo-c1-sft", "--reason", "second drill").out
     assert "No verdict of the gate stands behind this." in again
     cli("model", "promote", "demo-c1-rl", "--reason", "over")
@@ -503,6 +506,27 @@ def test_costs_name_the_versions_that_are_dominated(cli: Cli, run: Path) -> None
     out = cli("cost").out
     assert "score against cost per success on desk@v1" in out
     assert re.search(r"demo-c1-sft +40\.0% +\$0\.2500 +dominated by demo-c1-rl", out)
+
+
+@pytest.mark.parametrize("alias", ["production", "staging"])
+def test_what_a_move_by_hand_prints_undoes_it(cli: Cli, run: Path, alias: str) -> None:
+    cli("model", "promote", "demo-c1-rl", "--alias", "staging")
+    cli("model", "promote", "demo-c1-sft", "--alias", "staging")
+    cli("model", "promote", "demo-c1-rl", "--alias", "staging")
+
+    def serves() -> str | None:
+        with Registry(run / "registry.sqlite") as registry:
+            return registry.resolve(alias)
+
+    def undo(out: str) -> None:
+        (line,) = re.findall(r"Undo: evergrad (.*)", out)
+        assert cli(*shlex.split(line)).code == 0
+
+    assert serves() == "demo-c1-rl"
+    undo(cli("model", "rollback", alias).out)
+    assert serves() == "demo-c1-rl"
+    undo(cli("model", "promote", "demo-c1-sft", "--alias", alias).out)
+    assert serves() == "demo-c1-rl"
 
 
 def test_an_audit_without_certificates_says_so(cli: Cli, run: Path) -> None:

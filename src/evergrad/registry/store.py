@@ -263,7 +263,10 @@ class Registry:
                 hint = nearest(alias, known) if known else "promote a version first"
                 raise RegistryError(f"nothing is promoted to '{alias}'", hint=hint)
             if current.predecessor is None:
-                raise RegistryError(f"{alias} serves {current.version_id}, its first version: there is no predecessor")
+                raise RegistryError(
+                    f"{alias} serves {current.version_id}, its first version: there is no predecessor",
+                    hint="evergrad model promote VERSION; 'evergrad model list' names the versions",
+                )
             before = connection.execute(sa.select(_events).where(_events.c.event_id == current.predecessor)).one()
             return self._move(connection, alias, "rollback", before.version_id, current, None, reason, pointer=before.event_id)
 

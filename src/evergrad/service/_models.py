@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,7 +118,8 @@ def promote_by_hand(run: Path, name: str, alias: str, reason: str) -> None:
     screen.print(cell(_move_line(event)))
     if not ruled:
         screen.print(
-            cell("No verdict of the gate stands behind this.", "yellow"), cell(f"Undo: evergrad model rollback --run {run}")
+            cell("No verdict of the gate stands behind this.", "yellow"),
+            cell(f"Undo: {shlex.join(['evergrad', 'model', 'rollback', alias, '--run', str(run)])}"),
         )
 
 
@@ -129,7 +131,10 @@ def roll_back(run: Path, alias: str, reason: str) -> None:
     """
     with open_registry(run) as registry:
         event = registry.rollback(alias, reason or f"by hand, {_user()}")
-    console().print(cell(f"{alias}: {event.from_version_id} → {event.version_id}"))
+    back = ["evergrad", "model", "promote", str(event.from_version_id), "--alias", alias, "--run", str(run)]
+    screen = console()
+    screen.print(cell(f"{alias}: {event.from_version_id} → {event.version_id}"))
+    screen.print(cell(f"Undo: {shlex.join(back)}"))
 
 
 def find_served(run: Path, alias: str) -> ModelVersion:
