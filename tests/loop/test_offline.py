@@ -22,6 +22,7 @@ from evergrad.loop.config import RLConfig
 from evergrad.loop.offline import TrainConfig, train
 from evergrad.loop.offline.plan import Plan, hold_out
 from evergrad.registry import base_model
+from evergrad.service.cli import command
 from evergrad.training import ScheduleConfig
 from evergrad.types import EvergradError, InputError
 from tests.loop.conftest import half_written
@@ -223,6 +224,27 @@ def test_the_run_folder(undisturbed: Path) -> None:
     assert report["checkpoints"] == [6]
     assert report["cost"]["total_usd"] > 0
     assert report["data"]["training"]["rows"] == 40
+
+
+def test_what_it_cost_is_shown_and_the_rest_of_a_run_is_not_there(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["cost", "--run", str(undisturbed), "--json"]) == 0
+    told, total = json.loads(capsys.readouterr().out), report_of(undisturbed)["cost"]["total_usd"]
+    assert told["cost"]["by_phase"].keys() >= {"setup", "train", "eval"}
+    assert told["cost"]["usd"] == pytest.approx(total, rel=0.5), "the end of the process comes after the report"
+    assert command(["cost", "--run", str(undisturbed)]) == 0
+    out = capsys.readouterr().out
+    assert "train" in out
+    assert "per success" not in out, "nothing of it is served"
+    for words in (["model", "list"], ["model", "rollback"], ["rollouts", "show"], ["eval"], ["serve"], ["audit"]):
+        assert command([*words, "--run", str(undisturbed)]) == 2, words
+        assert "a training on data has no versions" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "t").symlink_to(undisturbed)
+    assert command(["cost"]) == 0
+    assert "runs/t" in capsys.readouterr().out, "the newest of either kind"
 
 
 @pytest.mark.parametrize("method", ["dpo", "ipo", "simpo"])

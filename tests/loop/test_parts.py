@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,7 @@ from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
 from evergrad.loop._measuring import _incumbent, _record_score, _serves_already
 from evergrad.loop._probe import require_equal
 from evergrad.loop._reporting import _serving
-from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
+from evergrad.loop._scores import keep_row, live_row, reward_interval, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
 from evergrad.loop._session import Session
 from evergrad.loop._watching import judge_traffic, serve_traffic
@@ -205,6 +207,13 @@ def rollouts(successes: int, failures: int, faults: int = 0) -> list[Rollout]:
         [(Outcome.SCORED, 1.0)] * successes + [(Outcome.SCORED, 0.0)] * failures + [(Outcome.ENVIRONMENT_FAULT, None)] * faults
     )
     return [Rollout(str(i), "g", "t", (), outcome, reward) for i, (outcome, reward) in enumerate(ends)]
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
+def test_the_interval_of_a_steps_reward_says_something_or_is_absent(means: list[float]) -> None:
+    """Of two or three groups it could be wider than the whole range of the rewards, here 0 to 1."""
+    half = reward_interval(len(means), stdev(means) / len(means) ** 0.5)
+    assert math.isnan(half) if len(means) <= 3 else half <= 1.0
 
 
 def test_what_production_scores_now_is_of_the_deployed_suite() -> None:

@@ -20,8 +20,8 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
 ``frontier[]``
     ``version_id``, ``suite`` (the deployed one), ``score``, ``usd_per_success``, ``on_front``, ``dominated_by`` (version ids).
 ``steps[]``
-    ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width), ``usd`` and ``wall_s`` (both since the run
-    began), and further figures.
+    ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width; ``null`` of few groups), ``usd`` and ``wall_s`` (both
+    since the run began), and further figures.
 ``timeline[]``
     ``at_s``, ``event``, ``usd`` (since the run began).
 ``scores[]``
