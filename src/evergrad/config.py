@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,12 +19,20 @@ from evergrad.types import InputError
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
+_FOLDER = "folder of the configuration file"
 DEEPEST = 32
 """Levels of tables and lists in each other; no configuration needs more, and recursion ends somewhere."""
 
 
 class ConfigError(InputError):
-    """A configuration that cannot be used: names the key, the file and the nearest valid spelling."""
+    """A configuration that cannot be used: names the key, the file and the nearest valid spelling.
+
+    ``key`` is the dotted name of the first key that does not fit, where it is one that does not.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None, key: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.key = key
 
 
 class Config(BaseModel):
@@ -62,7 +71,7 @@ def load_config(model: type[ConfigT], path: Path | None, overrides: Iterable[str
             raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where) from None
     for override in overrides:
         _apply_override(data, override)
-    return parse_config(model, data, where=where)
+    return parse_config(model, data, where=where, folder=path.parent if path else None)
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -77,14 +86,49 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return data
 
 
-def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str) -> ConfigT:
-    """Validates plain data as ``model``; errors read like those of :func:`load_config`."""
+def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str, folder: Path | None = None) -> ConfigT:
+    """Validates plain data as ``model``; errors read like those of :func:`load_config`.
+
+    Args:
+        folder: That of the configuration file, where :func:`found_path` looks; without one, paths are left as they are.
+    """
     _require_plain(data, where)
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context={_FOLDER: folder})
     except ValidationError as error:
-        lines = [_describe(model, item) for item in error.errors()]
-        raise ConfigError("; ".join(lines), where=where) from error
+        errors = error.errors()
+        raise ConfigError(
+            "; ".join(_describe(model, item) for item in errors), where=where, key=_key(data, errors[0])
+        ) from error
+
+
+def found_path(value: str | None, info: ValidationInfo) -> str | None:
+    """The one rule for paths in a configuration: under the current folder, or else beside the configuration file.
+
+    For a field validator of every key that holds the path of a file or folder that must be there.
+
+    Raises:
+        ValueError: it is in neither place; names both.
+    """
+    folder = (info.context or {}).get(_FOLDER)
+    if value is None or folder is None:
+        return value
+    path = Path(value).expanduser()
+    beside = (folder / path).resolve()
+    if path.exists():
+        return str(path) if value.startswith("~") else value
+    if beside.exists():
+        return str(beside)
+    if path.is_absolute():
+        raise ValueError(f"not found: {path}; check the path")
+    tried = f"neither {path.absolute()} nor {beside}"
+    raise ValueError(f"not found: {tried}; give it relative to the current folder or to the configuration file")
+
+
+def found_model(value: str | None, info: ValidationInfo) -> str | None:
+    """:func:`found_path` for what may be a name instead: a word without a slash, which its owner knows or does not."""
+    path_like = value is not None and (os.sep in value or value.startswith((".", "~")))
+    return found_path(value, info) if path_like else value
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -133,7 +177,7 @@ def _require_plain(value: Any, where: str, path: str = "", depth: int = 0) -> No
     if depth > DEEPEST:
         raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{path}: {value} is not a finite number", where=where)
+        raise ConfigError(f"{path}: {value} is not a finite number", where=where, key=path)
     if isinstance(value, (Mapping, list)):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             _require_plain(item, where, f"{path}.{key}".lstrip("."), depth + 1)
@@ -160,6 +204,22 @@ def _describe(model: type[BaseModel], item: Any) -> str:
     owner = _model_at(model, item["loc"][:-1])
     hint = nearest(str(item["loc"][-1]), owner.model_fields) if owner else ""
     return f"unknown key '{path}': {hint}".rstrip(": ")
+
+
+def _key(data: Any, item: Any) -> str | None:
+    """Where in ``data`` an error of pydantic's is; its own place may go on into the members of a union.
+
+    >>> _key({"stop": 7}, {"loc": ("stop", "str"), "type": "string_type"}), _key({}, {"loc": ("model",), "type": "missing"})
+    ('stop', 'model')
+    """
+    path: list[str] = []
+    for part in item["loc"]:
+        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and part in range(len(data))
+        if not inside and not (isinstance(data, Mapping) and item["type"] == "missing"):
+            break
+        path.append(str(part))
+        data = data[part] if inside else None
+    return ".".join(path) or None
 
 
 def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:

@@ -107,6 +107,22 @@ def _check_command(command: Any, words: list[str], where: str) -> None:
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_overrides_fit_the_configuration_that_they_change(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of commands on examples; keys that need each other, such as ``eval.n`` and ``gate.min_n``, are all there."""
+    from evergrad.config import load_config
+    from evergrad.loop.config import RunConfig
+    from evergrad.loop.offline import TrainConfig
+
+    monkeypatch.chdir(ROOT)
+    for line in shell_lines(page):
+        match = re.match(r"(?:\S*/)?evergrad (run|train) (examples/\S+\.toml)( .*)?$", line)
+        if match:
+            words = shlex.split(match[3] or "", comments=True)
+            overrides = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
+            load_config(RunConfig if match[1] == "run" else TrainConfig, ROOT / match[2], overrides)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_python_blocks_import_what_exists(page: Path) -> None:
     for block in blocks(page, "python"):
         compile(block, name_of(page), "exec")

@@ -192,6 +192,45 @@ async def test_mistakes_in_a_chat_are_said_in_plain_words(http: httpx.AsyncClien
     assert len(message) < 1_200
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [CALL]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [CALL]}, "functions"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "developer", "content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 5_000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x y " * 180}]}, "messages"),
+        ({"model": None}, "model"),
+        ({"model": "another"}, "model"),
+        ({"stop": 7}, "stop"),
+        ({"stop": ["a", 7]}, "stop"),
+        ({"temperature": 1e-300}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"temprature": 1}, "temprature"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ],
+)
+async def test_the_field_that_does_not_fit_is_named_as_openai_does(
+    http: httpx.AsyncClient, change: dict[str, Any], param: str
+) -> None:
+    body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **change}
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code in (400, 404), response.text
+    assert response.json()["error"]["param"] == param, response.text
+
+
+@pytest.mark.parametrize(("content", "param"), [("[]", None), ("{", None), ('{"model": "agent", "top_p": 1e999}', "top_p")])
+async def test_a_body_that_has_no_such_field_names_none(http: httpx.AsyncClient, content: str, param: str | None) -> None:
+    response = await http.post("/v1/chat/completions", content=content)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/chat/completions"])
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_body_that_is_too_large_is_refused_unread(http: httpx.AsyncClient, path: str, told: bool) -> None:

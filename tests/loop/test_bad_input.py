@@ -12,13 +12,13 @@ import pytest
 
 from evergrad.config import load_config
 from evergrad.ledger import Ledger
-from evergrad.loop._checking import check_folder, find_environment
+from evergrad.loop._checking import check_folder
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop.config import RunConfig
 from evergrad.loop.controller import run_loop
 from evergrad.registry import Registry, base_model, make_tiny
 from evergrad.types import EvergradError, ModelVersion
-from tests.loop.conftest import LETTERS, Start, half_written
+from tests.loop.conftest import Start, half_written
 
 DISTILL = 'advantage = "constant"\nloss = { name = "reverse_kl" }\ndistill = '
 
@@ -103,7 +103,7 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("[eval]\nn = 12", "[eval]\nn = 900000", ["eval.n = 900000", "letters@v", "gave only"]),
         ("requests = 4", "requests = 900000", ["watch.requests = 900000", "gave only"]),
         ("demonstrations = 96", "demonstrations = 900000", ["warm_start.demonstrations = 900000", "gave only"]),
-        ("letters.py", "absent.py", ["environment file not found: neither", "nor", "absent.py", "configuration file"]),
+        ("letters.py", "absent.py", ["environment.name: not found: ", "absent.py", "check the path"]),
     ],
 )
 def test_bad_configuration(tiny_config: Path, before: str, after: str, words: list[str]) -> None:
@@ -125,18 +125,6 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_name(tiny_config: Path, 
     with pytest.raises(EvergradError, match=rf"another tokenizer: token 500 is '.+' for the student, None for it.*{teacher}"):
         run_loop(tiny_config, [], run)
     assert not run.exists()
-
-
-def test_an_environment_may_lie_beside_its_configuration(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    shutil.copy(LETTERS, tmp_path / "beside.py")
-    config = load_config(RunConfig, tiny_config, ["environment.name=beside.py"])
-    assert find_environment(config, tiny_config).environment.name == str(tmp_path / "beside.py")
-    shutil.copy(LETTERS, "beside.py")
-    assert find_environment(config, tiny_config).environment.name == "beside.py"
 
 
 def begun(run: Path, tiny_config: Path) -> RunConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from evergrad.loop._certificate_page import render_certificate
 from evergrad.loop._certifying import _costs, certificate_path, certify
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import task_costs
-from evergrad.loop.auditing import State, audit, read_certificate
+from evergrad.loop.auditing import Finding, State, audit, read_certificate, ruling
 from evergrad.loop.certificate import CertificateError, folder_hash, public_key, run_signing_key, sign, signing_key, verify
 from evergrad.loop.config import WorthConfig
 from evergrad.registry import Registry
@@ -311,6 +312,40 @@ def test_a_refusal_is_certified_too_and_later_ones_rest_on_it(session: Any) -> N
     assert State.FAILS not in states(session, refused).values(), "verdicts after it change nothing"
 
 
+def by_hand(session: Any, candidate: str) -> None:
+    promoted = Verdict(True, ("by hand, without the gate: it was Friday",), {"by_hand": True}, candidate, "old")
+    session.registry.promote("production", candidate, promoted)
+
+
+def alias_row(session: Any, path: Path) -> Finding:
+    (found,) = (each for each in audit(session.folder.path, read_certificate(path)) if each.check == "alias")
+    return found
+
+
+def test_an_alias_that_was_set_by_hand_over_a_refusal_fails_the_audit(session: Any) -> None:
+    path = issue(session, after=3)
+    assert ruling(read_certificate(path)["content"]).startswith("REFUSED: ")
+    assert alias_row(session, path) == Finding("alias", State.HOLDS, "none serves it")
+    by_hand(session, "new")
+    found = alias_row(session, path)
+    assert found.state is State.FAILS
+    assert re.fullmatch(r"production: set by hand at \S+, no verdict behind it \(by hand, .* Friday\)", found.told)
+    session.registry.rollback("production")
+    assert alias_row(session, path).state is State.HOLDS
+    session.registry.promote("staging", "new", bootstrap=True)
+    assert "staging: the first version" in alias_row(session, path).told
+
+
+def test_an_alias_rests_on_the_gates_verdict_until_a_hand_moves_it(session: Any) -> None:
+    path = issue(session)
+    assert ruling(read_certificate(path)["content"]).startswith("PROMOTED: ")
+    assert "production: promoted by a verdict of the gate at " in alias_row(session, path).told
+    session.registry.rollback("production")
+    assert alias_row(session, path).told == "none serves it"
+    by_hand(session, "new")
+    assert alias_row(session, path).state is State.FAILS, "the gate promoted it once, but not this time"
+
+
 def test_a_certificate_is_issued_once(session: Any) -> None:
     path = issue(session)
     first = path.read_text()
@@ -438,11 +473,34 @@ def test_an_audit_holds_the_promise_against_the_traffic_since(session: Any) -> N
 
     kept, fallen = served(20), served(2)
     assert (kept.state, fallen.state) == (State.HOLDS, State.NOTE)
-    assert "20 of 24 live requests succeed, of the gate's tasks 1.000" in kept.told
+    assert "letters@v1: 20 of 24 succeed, of the gate's tasks 1.000" in kept.told
     assert fallen.told.endswith("it has fallen")
     measured_row = next(each for each in session.state.scores if each["label"] == "new on letters@v1")
     measured_row["success_rate"] = 0.25  # graded scores: a mean far above the share of tasks that succeed whole
     assert served(6).state is State.HOLDS
+
+
+@pytest.mark.parametrize("after", [N, 3], ids=["promoted", "refused, and set by hand"])
+def test_an_audit_tells_the_traffic_of_every_suite_that_the_version_served(session: Any, after: int) -> None:
+    path = issue(session, after=after)
+
+    def row(cycle: int, suite: str, version_id: str, n: int, rate: float | None) -> dict[str, Any]:
+        label = f"live, cycle {cycle}"
+        return {"label": label, "suite": suite, "version_id": version_id, "n": n, "success_rate": rate}
+
+    session.state.scores += [
+        row(1, "letters@v1", "old", 24, 0.0),
+        row(1, "letters@v1", "new", 24, after / N),
+        row(2, "letters@v2", "new", 24, 0.0),
+        row(3, "letters@v2", "new", 24, 0.0),
+        row(4, "letters@v3", "new", 0, None),
+    ]
+    write_json(session.folder.path / "state.json", dataclasses.asdict(session.state))
+    found = next(each for each in audit(session.folder.path, read_certificate(path)) if each.check == "traffic since")
+    certified, changed = found.told.split("; ")
+    assert certified.startswith(f"letters@v1: {24 * after // N} of 24 succeed, of the gate's tasks")
+    assert changed == "since the change, letters@v2: 0 of 48 succeed (not certified)"
+    assert found.state is State.NOTE
 
 
 def test_a_measurement_that_was_given_up_has_no_costs(session: Any) -> None:

@@ -130,6 +130,9 @@ def test_two_cycles_learn_fall_and_forget_nothing(undisturbed: Path) -> None:
     assert kept["after"] > kept["before"] - 0.2
     assert report["priced_on"] == {"version_id": "t-c2-rl", "suite": "letters@v2", "n": 48}
     assert report["usd_per_success"] > 0
+    after = {"score": second["score_after"], "n": 48, "live": False}
+    assert report["serving"] == {"version_id": "t-c2-rl", "suite": "letters@v2", **after}
+    assert "http" not in json.dumps([report["timeline"], report["versions"]]), "the report outlives the engines"
     measured = [(score["version_id"], score["suite"]) for score in report["scores"] if score["n"] == 48]
     assert measured == [
         ("t-c1-sft", "letters@v1"),

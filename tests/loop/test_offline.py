@@ -17,10 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from evergrad.ledger import Ledger
 from evergrad.loop.config import RLConfig
 from evergrad.loop.offline import TrainConfig, train
 from evergrad.loop.offline.plan import Plan, hold_out
 from evergrad.registry import base_model
+from evergrad.service.cli import command
 from evergrad.training import ScheduleConfig
 from evergrad.types import EvergradError, InputError
 from tests.loop.conftest import half_written
@@ -87,11 +89,12 @@ import os, signal, sys
 from evergrad.training import trainer
 from evergrad.transfer import files
 
-at, moment = int(sys.argv[1]), sys.argv[2]
+at, moment, by = int(sys.argv[1]), sys.argv[2], signal.Signals(int(sys.argv[3]))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start tests with it ignored
 step, write, calls = trainer.Trainer.step, files.save_file, []
 
 def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), by)
 
 def killed_step(self, *arguments):
     calls.append(1)
@@ -109,18 +112,21 @@ def killed_write(tensors, path, **more):
 
 trainer.Trainer.step, files.save_file = killed_step, killed_write
 from evergrad.service.cli import command
-sys.exit(command(["train", *sys.argv[3:]]))
+sys.exit(command(["train", *sys.argv[4:]]))
 """
 
 
-def start_and_kill(config: Path, run: Path, at: int, moment: str, words: Sequence[str] = ()) -> None:
-    """Runs ``evergrad train`` in a process of its own that kills itself."""
-    command = [sys.executable, "-c", KILLS, str(at), moment, str(config), "--run-dir", str(run)]
+def start_and_kill(
+    config: Path, run: Path, at: int, moment: str, words: Sequence[str] = (), *, by: int = signal.SIGKILL
+) -> str:
+    """Runs ``evergrad train`` in a process of its own that sends itself a signal; returns what it said."""
+    command = [sys.executable, "-c", KILLS, str(at), moment, str(int(by)), str(config), "--run-dir", str(run)]
     command += [word for each in words for word in ("--set", each)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     killed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.returncode == (-signal.SIGKILL if by == signal.SIGKILL else 130), killed.stderr
     assert not (run / "report.json").exists()
+    return killed.stdout
 
 
 def same_end(run: Path, other: Path) -> None:
@@ -144,6 +150,39 @@ def same_end(run: Path, other: Path) -> None:
 def test_killed_and_resumed_ends_as_if_left_alone(config: Path, tmp_path: Path, undisturbed: Path) -> None:
     start_and_kill(config, tmp_path / "run", 3, "after")
     same_end(train(config, [], tmp_path / "run"), undisturbed)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_the_step_that_is_being_made_is_saved_when_asked_to_stop(
+    config: Path, tmp_path: Path, undisturbed: Path, by: signal.Signals
+) -> None:
+    told = start_and_kill(config, tmp_path / "run", 3, "before", by=by)
+    assert "stopped; the same command goes on from step 3" in told
+    same_end(train(config, [], tmp_path / "run"), undisturbed)
+
+
+def test_a_checkpoint_by_time_loses_no_more_and_measures_nothing(config: Path, tmp_path: Path, undisturbed: Path) -> None:
+    often = ["checkpoint.every_s=1e-9"]
+    start_and_kill(config, tmp_path / "run", 4, "before", often)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))[-1] == "step-000003"
+    same_end(train(config, often, tmp_path / "run"), undisturbed)
+
+
+def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, run = ["checkpoint.every=100"], tmp_path / "run"
+    start_and_kill(config, run, 5, "after", words)
+    with Ledger(run / "ledger.sqlite") as ledger:
+        earlier_s, earlier_usd = ledger.elapsed_s(), ledger.total_usd()
+    assert earlier_s > 0
+    train(config, words, run)
+    assert "no checkpoint to go on from: it starts again" in capsys.readouterr().out
+    with Ledger.for_reading(run / "ledger.sqlite") as ledger:
+        both_s = ledger.elapsed_s()
+    report = report_of(run)
+    assert earlier_s < report["wall_s"] == pytest.approx(both_s, abs=0.5), "time and cost are of the same attempts"
+    assert report["cost"]["total_usd"] > float(earlier_usd or 0)
 
 
 @pytest.mark.slow
@@ -185,6 +224,27 @@ def test_the_run_folder(undisturbed: Path) -> None:
     assert report["checkpoints"] == [6]
     assert report["cost"]["total_usd"] > 0
     assert report["data"]["training"]["rows"] == 40
+
+
+def test_what_it_cost_is_shown_and_the_rest_of_a_run_is_not_there(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["cost", "--run", str(undisturbed), "--json"]) == 0
+    told, total = json.loads(capsys.readouterr().out), report_of(undisturbed)["cost"]["total_usd"]
+    assert told["cost"]["by_phase"].keys() >= {"setup", "train", "eval"}
+    assert told["cost"]["usd"] == pytest.approx(total, rel=0.5), "the end of the process comes after the report"
+    assert command(["cost", "--run", str(undisturbed)]) == 0
+    out = capsys.readouterr().out
+    assert "train" in out
+    assert "per success" not in out, "nothing of it is served"
+    for words in (["model", "list"], ["model", "rollback"], ["rollouts", "show"], ["eval"], ["serve"], ["audit"]):
+        assert command([*words, "--run", str(undisturbed)]) == 2, words
+        assert "a training on data has no versions" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "t").symlink_to(undisturbed)
+    assert command(["cost"]) == 0
+    assert "runs/t" in capsys.readouterr().out, "the newest of either kind"
 
 
 @pytest.mark.parametrize("method", ["dpo", "ipo", "simpo"])

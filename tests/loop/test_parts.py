@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,14 +32,15 @@ from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_js
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
 from evergrad.loop._measuring import _incumbent, _record_score, _serves_already
 from evergrad.loop._probe import require_equal
-from evergrad.loop._scores import keep_row, live_row, row_of, score_row, speaking_row
+from evergrad.loop._reporting import _serving
+from evergrad.loop._scores import keep_row, live_row, reward_interval, row_of, score_row, speaking_row
 from evergrad.loop._serving import Serving
 from evergrad.loop._session import Session
 from evergrad.loop._watching import judge_traffic, serve_traffic
 from evergrad.loop.config import BudgetConfig, RunConfig, WorthConfig
 from evergrad.loop.controller import _announcement, _finished
 from evergrad.loop.offline import TrainConfig
-from evergrad.loop.placement import LocalPlacement, WorkerDied
+from evergrad.loop.placement import LocalPlacement, WorkerDied, _local
 from evergrad.registry import Registry, base_model
 from evergrad.training import TrainerConfig
 from evergrad.training.sinks import RunInfo, SinkFan
@@ -206,6 +209,31 @@ def rollouts(successes: int, failures: int, faults: int = 0) -> list[Rollout]:
     return [Rollout(str(i), "g", "t", (), outcome, reward) for i, (outcome, reward) in enumerate(ends)]
 
 
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
+def test_the_interval_of_a_steps_reward_says_something_or_is_absent(means: list[float]) -> None:
+    """Of two or three groups it could be wider than the whole range of the rewards, here 0 to 1."""
+    half = reward_interval(len(means), stdev(means) / len(means) ** 0.5)
+    assert math.isnan(half) if len(means) <= 3 else half <= 1.0
+
+
+def test_what_production_scores_now_is_of_the_deployed_suite() -> None:
+    """An evaluation speaks before traffic, and another contract's or another version's figures say nothing."""
+    state = LoopState()
+
+    def add(version_id: str, suite: str, mean: float, **more: Any) -> None:
+        state.scores.append({"version_id": version_id, "suite": suite, "mean": mean, "n": 8, **more})
+
+    assert _serving(state, None, "s@v2") is None
+    add("a", "s@v1", 0.9, suite_hash="x")
+    add("b", "s@v2", 0.8, suite_hash="x")
+    assert _serving(state, "a", "s@v2") is None
+    add("a", "s@v2", 0.2)
+    add("a", "s@v2", 0.1)
+    assert _serving(state, "a", "s@v2") == {"version_id": "a", "suite": "s@v2", "score": 0.1, "n": 8, "live": True}
+    add("a", "s@v2", 0.0, suite_hash="x")
+    assert _serving(state, "a", "s@v2") == {"version_id": "a", "suite": "s@v2", "score": 0.0, "n": 8, "live": False}
+
+
 def test_traffic_alarms_on_a_fall_and_not_on_chance_or_faults() -> None:
     assert judge_traffic(rollouts(23, 1), 0.97, 96, False).trigger(0.01) is None
     assert judge_traffic(rollouts(24, 0, faults=40), 1.0, 96, False).trigger(0.01) is None
@@ -244,6 +272,42 @@ async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path, monke
             await placement.watch()
         with pytest.raises(WorkerDied, match="No module named"):
             await placement.start("nobody", "no_such_module", GateConfig())
+
+
+SLOW_START = """
+import json, sys, time
+work, rest = float(sys.argv[-2]), float(sys.argv[-1])
+while time.process_time() < work:
+    pass
+time.sleep(rest)
+print(json.dumps({"port": 1}), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "rest", "limit", "told"),
+    [
+        (5, 0, 600, None),
+        (0, 600, 600, r"not ready after \d+ s, and computed nothing in the last 3 s of them \(.*victim.log\)"),
+        (600, 0, 1, r"not ready after 1 s, of which it computed \d+ s \(.*victim.log\)"),
+    ],
+    ids=["slow", "idle", "endless"],
+)
+async def test_a_worker_may_start_slowly_while_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: float, rest: float, limit: float, told: str | None
+) -> None:
+    (tmp_path / "slow_start.py").write_text(SLOW_START)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(_local, "IDLE_START_S", 3)
+    monkeypatch.setattr(_local, "START_LIMIT_S", limit)
+    async with LocalPlacement(tmp_path / "logs") as placement:
+        start = placement.start("victim", "slow_start", GateConfig(), [str(work), str(rest)])
+        if told is None:
+            assert (await start).process.returncode is None
+            return
+        with pytest.raises(EvergradError, match=rf"victim was {told}. Next: the same command goes on from there"):
+            await start
 
 
 ANSWERS = """

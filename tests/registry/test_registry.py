@@ -159,6 +159,16 @@ def test_rollback_walks_back_and_pointer_and_audit_agree_after_a_restart(registr
     ]  # fmt: skip
 
 
+def test_an_alias_rests_on_the_promotion_that_made_it_so_also_after_a_rollback(registry: Registry) -> None:
+    assert registry.promotion("production") is None
+    first = registry.promote("production", "a", bootstrap=True)
+    second = registry.promote("production", "b", yes("b", "a"))
+    assert registry.promotion("production") == second
+    assert second.verdict["candidate_id"] == "b"
+    registry.rollback("production", "complaints")
+    assert registry.promotion("production") == first
+
+
 def test_rollback_without_any_promotion_is_an_error(registry: Registry) -> None:
     with pytest.raises(RegistryError, match="nothing is promoted to 'production'"):
         registry.rollback("production")

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -237,9 +238,11 @@ def test_one_version_with_its_lineage_and_the_gates_word(cli: Cli, run: Path) ->
 
 
 def test_rollback_and_promotion_by_hand_are_on_record(cli: Cli, run: Path) -> None:
-    assert cli("model", "rollback", "--reason", "it was rude").out == "production: demo-c1-rl → demo-c1-sft\n"
+    done = cli("model", "rollback", "--reason", "it was rude").out.splitlines()
+    undo = "evergrad model promote demo-c1-rl --alias production --run runs/demo"
+    assert done == ["production: demo-c1-rl → demo-c1-sft", f"Undo: {undo}"]
     again = cli("model", "rollback")
-    assert "no predecessor" in again.error()
+    assert "no predecessor. Next: evergrad model promote VERSION" in again.error()
     assert again.code != 0
     # The verdict of the gate still fits, for it compared with what is served now: it is the one on record.
     assert "by hand" not in cli("model", "promote", "demo-c1-rl").out
@@ -293,7 +296,7 @@ def test_a_release_is_shown_step_by_step_and_ended_by_hand(cli: Cli, run: Path) 
 def test_every_promotion_by_hand_keeps_a_reason_of_its_own(cli: Cli, run: Path) -> None:
     """Not the gate's word: what a person once decided is no evidence for what another decides later."""
     assert cli("model", "promote", "demo-c1-sft", "--reason", "drill").code == 0
-    assert cli("model", "rollback").out == "production: demo-c1-sft → demo-c1-rl\n"
+    assert cli("model", "rollback").out.startswith("production: demo-c1-sft → demo-c1-rl\n")
     again = cli("model", "promote", "demo-c1-sft", "--reason", "second drill").out
     assert "No verdict of the gate stands behind this." in again
     cli("model", "promote", "demo-c1-rl", "--reason", "over")
@@ -540,6 +543,27 @@ def test_costs_name_the_versions_that_are_dominated(cli: Cli, run: Path) -> None
     assert re.search(r"demo-c1-sft +40\.0% +\$0\.2500 +dominated by demo-c1-rl", out)
 
 
+@pytest.mark.parametrize("alias", ["production", "staging"])
+def test_what_a_move_by_hand_prints_undoes_it(cli: Cli, run: Path, alias: str) -> None:
+    cli("model", "promote", "demo-c1-rl", "--alias", "staging")
+    cli("model", "promote", "demo-c1-sft", "--alias", "staging")
+    cli("model", "promote", "demo-c1-rl", "--alias", "staging")
+
+    def serves() -> str | None:
+        with Registry(run / "registry.sqlite") as registry:
+            return registry.resolve(alias)
+
+    def undo(out: str) -> None:
+        (line,) = re.findall(r"Undo: evergrad (.*)", out)
+        assert cli(*shlex.split(line)).code == 0
+
+    assert serves() == "demo-c1-rl"
+    undo(cli("model", "rollback", alias).out)
+    assert serves() == "demo-c1-rl"
+    undo(cli("model", "promote", "demo-c1-sft", "--alias", alias).out)
+    assert serves() == "demo-c1-rl"
+
+
 def test_an_audit_without_certificates_says_so(cli: Cli, run: Path) -> None:
     assert "no certificate yet" in cli("audit").error()
     (run / "certificates").mkdir()
@@ -550,17 +574,36 @@ def test_an_audit_without_certificates_says_so(cli: Cli, run: Path) -> None:
 
 
 def test_an_audit_ends_with_1_when_something_does_not_fit(cli: Cli, run: Path) -> None:
-    certificate = sign({"certificate": 1, "candidate_id": "demo-c1-rl"}, signing_key())
+    content = {"certificate": 1, "candidate_id": "demo-c1-rl", "promoted": False, "reasons": ["guard desk@v1: not shown"]}
+    certificate = sign(content, signing_key())
     path = run / "certificates" / "demo-c1-rl-0.json"
     path.parent.mkdir()
     path.write_text(json.dumps(certificate))
     result = cli("audit", "production")
     assert result.code == 1
+    assert "demo-c1-rl-0: REFUSED: guard desk@v1: not shown" in result.out
     assert re.search(r"signature +holds +by the key it names", result.out)
     assert re.search(r"weights +fails +cannot be checked", result.out)
     pinned = cli("audit", "--key", f"{key_path()}.pub", "--json")
-    assert json.loads(pinned.out)["demo-c1-rl-0"][0] == {"check": "signature", "state": "holds", "told": "by the key given"}
+    audited = json.loads(pinned.out)["demo-c1-rl-0"]
+    assert audited["ruling"] == "REFUSED: guard desk@v1: not shown"
+    assert audited["findings"][0] == {"check": "signature", "state": "holds", "told": "by the key given"}
     assert "no certificate of demo-c1-sft" in cli("audit", "demo-c1-sft").error()
     path.write_text(json.dumps({**certificate, "content": {**certificate["content"], "more": 1}}))
     forged = cli("audit")
     assert (forged.code, "weights" in forged.out) == (1, False), "a forgery is looked at no further"
+    assert "demo-c1-rl-0: no ruling to rely on" in forged.out
+    assert "REFUSED" not in forged.out
+
+
+def test_an_audit_tells_who_put_an_alias_where_no_certificate_is(cli: Cli, run: Path) -> None:
+    (run / "certificates").mkdir()
+    certificate = sign({"certificate": 1, "candidate_id": "demo-c1-rl", "promoted": True, "reasons": []}, signing_key())
+    (run / "certificates" / "demo-c1-rl-0.json").write_text(json.dumps(certificate))
+    cli("model", "rollback", "production")
+    assert re.search(r"demo-c1-sft: no ruling to rely on *\n.*\nalias +holds +production: the first version", cli("audit").out)
+    cli("model", "promote", "demo-c1-rl")
+    cli("model", "promote", "demo-c1-sft", "--reason", "it was Friday")
+    told = r"production: set by hand at \S+, no verdict behind it \(by hand, without the gate: it was Friday\)"
+    assert re.search(rf"alias +fails +{told}", cli("audit").out)
+    assert re.search(rf"no certificate of demo-c1-sft: {told}", cli("audit", "production").error())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -172,6 +173,30 @@ def test_numbers_as_people_read_them() -> None:
     assert [usd(amount) for amount in (0.0, 1234.5, -0.5, 0.0000000123)] == ["$0.00", "$1,234.50", "-$0.5000", "$0.000000012"]
     assert clock(3600) == "1:00:00"
     assert headline({}) == "No cycle has ended yet, for – and – of time."
+
+
+def cycle(number: int, verdict: str, before: float, after: float) -> dict[str, Any]:
+    scores = {"score_before": before, "score_after": after}
+    return {"cycle": number, "candidate": f"c{number}-rl", "verdict": verdict, **scores}
+
+
+def test_the_headline_counts_promotions_alone() -> None:
+    """Whichever cycles were refused, and whatever they would have scored."""
+    gains = {1: "45.8% → 90.0%", 2: "0.0% → 100.0%", 3: "10.0% → 70.0%"}
+    for verdicts in itertools.product(("promoted", "refused"), repeat=3):
+        rows = [
+            cycle(n, word, *moves)
+            for n, word, moves in zip((1, 2, 3), verdicts, ((0.458, 0.9), (0, 1), (0.1, 0.7)), strict=True)
+        ]
+        told = headline({"cycles": rows, "serving": {"version_id": "v", "suite": "s@v2", "score": 0.0, "live": False}})
+        for row in rows:
+            counted = gains[row["cycle"]] in told or gains[row["cycle"]].replace(" → ", " to ") in told
+            refused = f"{row['candidate']} of cycle {row['cycle']}" in told
+            assert (counted, refused) == (row["verdict"] == "promoted", row["verdict"] == "refused"), told
+        assert told.startswith("Nothing was promoted") == ("promoted" not in verdicts)
+        assert told.endswith(" Production, v, now scores 0.0% on held-out tasks of s@v2.")
+    live = headline({"cycles": [], "serving": {"version_id": "v", "suite": "s@v2", "score": 0.5, "live": True}})
+    assert live.endswith("now scores 50.0% on live traffic of s@v2.")
 
 
 def test_comparison_of_seeds_has_a_line_a_cycle_and_means(tmp_path: Path) -> None:

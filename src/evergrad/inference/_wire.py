@@ -166,7 +166,7 @@ class SessionsBody(Config):
 def parse_body(model: type[BodyT], data: Any) -> BodyT:
     """
     Raises:
-        ConfigError: the body is no object, has an unknown key, or a value that does not fit.
+        ConfigError: the body is no object, has an unknown key, or a value that does not fit; its ``key`` is the field.
     """
     if not isinstance(data, Mapping):
         raise ConfigError("the body must be a JSON object", where="request body")
@@ -175,20 +175,22 @@ def parse_body(model: type[BodyT], data: Any) -> BodyT:
     try:
         return parse_config(model, _without_nulls(data), where="request body")
     except ConfigError as error:
-        raise ConfigError(error.what.replace("Value error, ", "")[:_MAX_COMPLAINT], where="request body") from error
+        what = error.what.replace("Value error, ", "")[:_MAX_COMPLAINT]
+        raise ConfigError(what, where="request body", key=error.key) from error
 
 
 def _check_chat(data: Mapping[str, Any]) -> None:
     """What OpenAI's wire has and this one does not, said in words instead of by the nearest spelling."""
     messages = data.get("messages")
     if messages == []:
-        raise ConfigError("messages is empty: give at least one, such as {role: user, content: …}", where="request body")
+        what = "messages is empty: give at least one, such as {role: user, content: …}"
+        raise ConfigError(what, where="request body", key="messages")
     asked = [(key, complaint) for key, complaint in _UNSUPPORTED.items() if data.get(key)]
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, Mapping):
             asked += [(f"messages.{index}.{key}", why) for key, why in _UNSUPPORTED_IN_MESSAGE.items() if message.get(key)]
     if asked:
-        raise ConfigError(" ".join(asked[0]), where="request body")
+        raise ConfigError(" ".join(asked[0]), where="request body", key=asked[0][0])
 
 
 def _without_nulls(data: Any) -> Any:

@@ -31,6 +31,7 @@ from evergrad.types import EvergradError, FinishReason, Sampling
 
 T = TypeVar("T")
 
+_CHAT = "/v1/chat/completions"
 _MAX_BODY = 1 << 20
 """Bytes of a request's body, where the context does not need more."""
 _BYTES_PER_ID = 16
@@ -92,7 +93,7 @@ class EngineServer:
         app.exception_handler(404)(self._on_not_found)
         app.exception_handler(405)(self._on_not_found)
         app.post("/inference/v1/generate")(self._generate)
-        app.post("/v1/chat/completions")(self._chat_completions)
+        app.post(_CHAT)(self._chat_completions)
         app.get("/v1/models")(self._models)
         app.get("/health")(self._health)
         app.get("/metrics")(self._metrics)
@@ -371,7 +372,10 @@ class EngineServer:
     async def _on_evergrad_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, EvergradError)
         if isinstance(error, (ConfigError, RequestError)):
-            return HttpError(400, str(error), code="invalid_request", param=error.where).response()
+            param = error.key if isinstance(error, ConfigError) else error.where
+            if param == "token_ids" and request.url.path == _CHAT:
+                param = "messages"  # of which the tokens were made
+            return HttpError(400, str(error), code="invalid_request", param=param).response()
         if self._steps.trouble() is not None:
             return HttpError(503, str(error), code="engine_dead").response()
         if isinstance(error, (EngineError, TransferError)):

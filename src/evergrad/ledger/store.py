@@ -271,6 +271,12 @@ class Ledger:
             for resource, units in json.loads(row.reserved).items()
         )
 
+    def elapsed_s(self) -> float:
+        """Seconds that clocks have run, those of killed processes included as far as their heartbeats went."""
+        with self.database.read() as connection:
+            nanoseconds = connection.execute(sa.select(sa.func.sum(reservations_table.c.elapsed_ns))).scalar()
+        return (nanoseconds or 0) / 1e9
+
     def uncharged(self) -> dict[str, Decimal]:
         """Quantities by resource that clocks have seen pass and not yet put down: of phases that go on, or of the dead."""
         table = reservations_table

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evergrad.config import ConfigError, nearest
+from evergrad.config import nearest
 from evergrad.envs import Taskset
 from evergrad.ledger import CPU_RESOURCE, PriceBook
 from evergrad.loop._console import LoopConsole
@@ -19,25 +19,6 @@ from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import derive_seed
 from evergrad.types import EvergradError, InputError
-
-
-def find_environment(config: RunConfig, config_path: Path) -> RunConfig:
-    """The configuration with a path of an environment that is not under the current folder taken from its own folder.
-
-    Raises:
-        ConfigError: the file is in neither.
-    """
-    name = config.environment.name
-    if not name.endswith(".py") or Path(name).is_file():
-        return config
-    beside = (config_path.parent / name).resolve()
-    if not beside.is_file():
-        raise ConfigError(
-            f"environment file not found: neither {Path(name).absolute()} nor {beside}",
-            where=str(config_path),
-            hint="give environment.name relative to the current folder or to the configuration file",
-        )
-    return config.model_copy(update={"environment": config.environment.model_copy(update={"name": str(beside)})})
 
 
 def check_inputs(config: RunConfig, console: LoopConsole) -> None:

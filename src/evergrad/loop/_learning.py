@@ -153,9 +153,10 @@ async def _step(session: Session, buffer: Buffer) -> None:
     )
     _require_finite(session)
     await session.checkpoint()
-    interval = record["reward_ci95"]
+    half = record["reward_ci95"]
+    interval = f" ± {half:.2f}" if math.isfinite(half) else ""
     text = (
-        f"reward {record['reward']:.2f} ± {interval:.2f}  stale {record['staleness_mean']:.1f}  "
+        f"reward {record['reward']:.2f}{interval}  stale {record['staleness_mean']:.1f}  "
         f"{record['sampled_tokens'] / record['rollout_s']:.0f} tok/s  {session.money()}"
     )
     session.console.advance(text)

@@ -59,6 +59,7 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
                 "coverage": summary.coverage,
             },
             **_prices(config, state, registry),
+            "serving": _serving(state, registry.resolve(PRODUCTION), _deployed_suite(config, state)),
             "frontier": _frontier(config, state),
         },
     )
@@ -89,6 +90,18 @@ def _prices(config: RunConfig, state: LoopState, registry: Registry) -> dict[str
         "intelligence_per_dollar": {"value": worth.value, "ci95": worth.ci95},
         "priced_on": {"version_id": row["version_id"], "suite": row["suite"], "n": row["n"]},
     }
+
+
+def _serving(state: LoopState, served: str | None, suite: str) -> dict[str, Any] | None:
+    """What production scores on the deployed suite: by its evaluation, or by its last traffic while there is none."""
+    if served is None:
+        return None
+    live = [row for row in state.scores if (row["version_id"], row["suite"]) == (served, suite) and "suite_hash" not in row]
+    evaluated = row_of(state, served, suite)
+    row = evaluated or (live[-1] if live else None)
+    if row is None:
+        return None
+    return {"version_id": served, "suite": suite, "score": row["mean"], "n": row["n"], "live": evaluated is None}
 
 
 def _frontier(config: RunConfig, state: LoopState) -> list[dict[str, Any]]:

@@ -6,12 +6,25 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evergrad.evals import mean_interval
+from evergrad.evals import mean_interval, t_quantile
 from evergrad.loop._folder import LoopState
 from evergrad.types import EvalReport, ModelVersion, Rollout
 
 PER_TASK = ("task_ids", "task_scores", "task_usd")
 """Keys that stay in the state: too long for people, needed for prices."""
+
+
+FEWEST_GROUPS = 4
+"""Groups from which on a step's reward has an interval: that of fewer can reach beyond all that a reward may be."""
+
+
+def reward_interval(groups: int, standard_error: float) -> float:
+    """Half the width of the 95% interval of a step's mean reward, whose standard error is over groups; NaN for too few.
+
+    >>> round(reward_interval(8, 0.1), 3), reward_interval(2, 0.375)
+    (0.236, nan)
+    """
+    return t_quantile(groups - 1) * standard_error if groups >= FEWEST_GROUPS else math.nan
 
 
 def score_row(report: EvalReport, rollouts: Sequence[Rollout], usd: float | None, seconds: float) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import datetime
 import hashlib
-import math
 import os
 import shutil
 import time
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.envs import Taskset
-from evergrad.evals import t_quantile
 from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._replicas import Restarts, RolloutEngines
+from evergrad.loop._scores import reward_interval
 from evergrad.loop._serving import PRODUCTION, Serving
 from evergrad.loop._teaching import Teachers
 from evergrad.loop.config import RecipeConfig, RunConfig
@@ -153,8 +152,7 @@ class Session:
         }
         if "reward_mean" in metrics:
             record["reward"] = metrics["reward_mean"]
-            groups = int(metrics["groups"])
-            record["reward_ci95"] = t_quantile(groups - 1) * metrics["reward_se"] if groups > 1 else math.nan
+            record["reward_ci95"] = reward_interval(int(metrics["groups"]), metrics["reward_se"])
         state.steps.append(record)
         self.folder.append_metrics(record)
         if self._sinks is not None:

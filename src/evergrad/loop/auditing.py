@@ -1,4 +1,4 @@
-"""Audits a certificate against the run it is about: signature, every hash, the ruling made again, and the traffic since.
+"""Audits a certificate against the run it is about: signature, every hash, the ruling made again, aliases, the traffic since.
 
 Nothing here trusts the certificate: each line is computed from the files of the run and compared with what was signed. An
 environment of a file is code of whoever signed, so it is run only for a signer that the auditor named or is.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,10 +18,10 @@ from evergrad.envs import ENVIRONMENTS, Taskset
 from evergrad.evals import Costs, GateConfig, content_hash, gate, plan_from_json, report_from_json, report_hash, suite_hash
 from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
-from evergrad.loop._folder import read_state
+from evergrad.loop._folder import LoopState, read_state
 from evergrad.loop._scores import p_of_so_few, row_of, task_costs
 from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, own_public_key, statement, verify
-from evergrad.registry import Registry
+from evergrad.registry import AliasEvent, Registry
 from evergrad.types import EvalReport, EvergradError, Verdict, plain, strict_json
 
 if TYPE_CHECKING:
@@ -94,9 +94,29 @@ def audit(run: Path, certificate: Mapping[str, Any], public_key: Ed25519PublicKe
         "environment and tasks": lambda: _tasks(content, known),
         "code": lambda: _noted(content["hashes"]["code"], code_hash()),
         "installation": lambda: _noted(content["installation"], installation()),
+        "alias": lambda: _aliases(run, content),
         "traffic since": lambda: _traffic(run, content),
     }
     return findings + [_checked(name, check) for name, check in checks.items()]
+
+
+def ruling(content: Mapping[str, Any]) -> str:
+    """
+    >>> ruling({"promoted": False, "reasons": ["guard letters@v1: 3 of 12 pairs lost"]})
+    'REFUSED: guard letters@v1: 3 of 12 pairs lost'
+    """
+    word = "PROMOTED" if content.get("promoted") is True else "REFUSED"
+    return f"{word}: {'; '.join(map(str, content.get('reasons', ())))}"
+
+
+def alias_finding(promotion: AliasEvent) -> Finding:
+    """Whether a verdict that promotes stands behind what an alias serves; ``promotion`` is the move that it rests on."""
+    verdict, told = promotion.verdict, f"{promotion.alias}: {{}} at {promotion.at}"
+    if promotion.action == "bootstrap":
+        return Finding("alias", State.HOLDS, told.format("the first version, served without a contest,"))
+    if verdict.get("promote") is True and "suite_hashes" in verdict.get("evidence", {}):
+        return Finding("alias", State.HOLDS, told.format("promoted by a verdict of the gate"))
+    return Finding("alias", State.FAILS, f"{told.format('set by hand')}, no verdict behind it ({promotion.reason})")
 
 
 def _checked(name: str, check: Callable[[], Told]) -> Finding:
@@ -264,15 +284,41 @@ def _tasks(content: Mapping[str, Any], known_signer: bool) -> Told:
     return f"{', '.join(content['suites'])}: the same tasks, the same verifier"
 
 
+def _aliases(run: Path, content: Mapping[str, Any]) -> Told:
+    """What stands behind each alias that serves the candidate, whatever this certificate says of it."""
+    version_id = content["candidate_id"]
+    with Registry(run / "registry.sqlite") as registry:
+        promotions = [registry.promotion(alias) for alias in registry.aliases()]
+    served = [each for each in promotions if each is not None and each.version_id == version_id]
+    findings = [alias_finding(each) for each in served]
+    told = "; ".join(each.told for each in findings) or "none serves it"
+    return (State.FAILS, told) if any(each.state is State.FAILS for each in findings) else told
+
+
 def _traffic(run: Path, content: Mapping[str, Any]) -> Told:
-    """Live success of the candidate on its suite, beside that on the gate's tasks."""
-    state, primary = read_state(run / "state.json"), content["plan"]["primary"]
-    live = [row for row in state.scores if row["label"].startswith("live") and row["n"]]
-    rows = [row for row in live if (row["version_id"], row["suite"]) == (content["candidate_id"], primary.partition("#")[0])]
-    requests, measured = sum(row["n"] for row in rows), row_of(state, content["candidate_id"], primary)
-    if not requests or measured is None or not content["promoted"]:
+    """Live success of the candidate, suite by suite: beside that on the gate's tasks where it was measured on them."""
+    state, version_id = read_state(run / "state.json"), content["candidate_id"]
+    served: dict[str, list[Mapping[str, Any]]] = {}
+    for row in state.scores:
+        if row["label"].startswith("live") and row["n"] and row["version_id"] == version_id:
+            served.setdefault(row["suite"], []).append(row)
+    certified = {name.partition("#")[0]: name for name in (*content["suites"], content["plan"]["primary"])}
+    found = [_live(state, version_id, suite, rows, certified.get(suite)) for suite, rows in served.items()]
+    if not found:
         return State.NOTE, "none on record"
-    successes, expected = round(sum(row["n"] * row["success_rate"] for row in rows)), measured["success_rate"]
+    told = "; ".join(each if isinstance(each, str) else each[1] for each in found)
+    return told if all(isinstance(each, str) for each in found) else (State.NOTE, told)
+
+
+def _live(state: LoopState, version_id: str, suite: str, rows: Sequence[Mapping[str, Any]], certified: str | None) -> Told:
+    """Traffic on one suite; ``certified`` is the name under which the gate measured it, ``None`` for a later contract."""
+    requests, successes = sum(row["n"] for row in rows), round(sum(row["n"] * row["success_rate"] for row in rows))
+    if certified is None:
+        return State.NOTE, f"since the change, {suite}: {successes} of {requests} succeed (not certified)"
+    told, measured = f"{suite}: {successes} of {requests} succeed", row_of(state, version_id, certified)
+    if measured is None:
+        return State.NOTE, f"{told} (never measured)"
+    expected = measured["success_rate"]
     p_value = p_of_so_few(successes, requests, expected, measured["n"])
-    told = f"{successes} of {requests} live requests succeed, of the gate's tasks {expected:.3f} (p of so few {p_value:.2g})"
+    told += f", of the gate's tasks {expected:.3f} (p of so few {p_value:.2g})"
     return told if p_value >= _RARE else (State.NOTE, f"{told}: it has fallen")

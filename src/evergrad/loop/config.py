@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from evergrad.config import Config, nearest
+from evergrad.config import Config, found_model, found_path, nearest
 from evergrad.evals import CanaryConfig, GateConfig
 from evergrad.loop.distill import DistillConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
@@ -23,9 +23,14 @@ class EnvironmentConfig(Config):
     """Which environment, and its own settings."""
 
     name: str
-    """A registered name or the path of a ``.py`` file, relative to the current folder or else to the configuration file."""
+    """A registered name or the path of a ``.py`` file."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Handed to the environment, which validates them."""
+
+    @field_validator("name")
+    @classmethod
+    def _found(cls, name: str, info: ValidationInfo) -> str | None:
+        return found_path(name, info) if name.endswith(".py") else name
 
 
 class BudgetConfig(Config):
@@ -343,6 +348,9 @@ class RunConfig(Config):
     """What a success is worth; without it, certificates know only what lower cost pays back."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
+
+    _found_model = field_validator("model")(found_model)
+    _found_book = field_validator("price_book")(found_path)
 
     @model_validator(mode="after")
     def _sound(self) -> RunConfig:

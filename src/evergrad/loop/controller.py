@@ -31,7 +31,7 @@ from typing import Any
 
 from evergrad.config import load_config
 from evergrad.ledger import Ledger, PriceBook
-from evergrad.loop._checking import check_folder, check_inputs, find_environment
+from evergrad.loop._checking import check_folder, check_inputs
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
@@ -57,7 +57,7 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
         EvergradError: bad configuration, a folder in use or of another run, a worker that keeps dying, a full disk.
         KeyboardInterrupt: Ctrl-C, or SIGTERM; workers are stopped and the last whole state is saved by then.
     """
-    config = find_environment(load_config(RunConfig, config_path, overrides or ()), config_path)
+    config = load_config(RunConfig, config_path, overrides or ())
     console = LoopConsole()
     check_inputs(config, console)
     folder = RunFolder(run_dir or Path("runs") / config.name, config)

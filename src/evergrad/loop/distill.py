@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from evergrad.config import Config
+from evergrad.config import Config, found_model
 
 
 class DistillConfig(Config):
@@ -21,6 +21,8 @@ class DistillConfig(Config):
     hint: bool = False
     """Whether the teacher also reads what the environment's ``hint`` says. The student then learns to do without it what it
     can do with it (Shenfeld et al. 2026, "Self-Distillation Enables Continual Learning", arXiv 2601.19897)."""
+
+    _found = field_validator("model")(found_model)
 
     @property
     def frozen(self) -> bool:

@@ -16,11 +16,14 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
     As the ledger defines them, for the version that serves, from its evaluation that ``priced_on`` names.
+``serving``
+    What production scores on the deployed suite now: ``version_id``, ``suite``, ``score`` (the mean), ``n``, ``live`` (whether
+    of live traffic, where it was never evaluated on this suite); ``null`` while nothing serves or was measured.
 ``frontier[]``
     ``version_id``, ``suite`` (the deployed one), ``score``, ``usd_per_success``, ``on_front``, ``dominated_by`` (version ids).
 ``steps[]``
-    ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width), ``usd`` and ``wall_s`` (both since the run
-    began), and further figures.
+    ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width; ``null`` of few groups), ``usd`` and ``wall_s`` (both
+    since the run began), and further figures.
 ``timeline[]``
     ``at_s``, ``event``, ``usd`` (since the run began).
 ``scores[]``
@@ -172,21 +175,42 @@ def render_html(data: Data) -> str:
 
 
 def headline(data: Data) -> str:
-    """One sentence for the whole run.
+    """The whole run in a few sentences. Only a promotion is a gain; what was refused is said, and what serves now.
 
-    >>> headline({"cycles": [{"score_before": 0.48, "score_after": 0.96}], "cost": {"total_usd": 0.0123}, "wall_s": 432})
+    >>> whole = {"cost": {"total_usd": 0.0123}, "wall_s": 432}
+    >>> first = {"score_before": 0.48, "score_after": 0.96, "verdict": "promoted"}
+    >>> headline({"cycles": [first], **whole})
     'Held-out success went from 48.0% to 96.0% in one cycle, for $0.0123 and 7:12 of time.'
+    >>> second = {"cycle": 2, "candidate": "c2", "score_before": 0.0, "score_after": 1.0, "verdict": "refused"}
+    >>> headline({"cycles": [second], **whole})
+    'Nothing was promoted in one cycle, for $0.0123 and 7:12 of time. Refused: c2 of cycle 2.'
     """
     cycles = _rows(data, "cycles")
     spent = f"for {usd(_cost(data).get('total_usd'))} and {clock(data.get('wall_s'))} of time"
     if not cycles:
-        return f"No cycle has ended yet, {spent}."
+        return f"No cycle has ended yet, {spent}.{_serving_now(data)}"
     number = "one cycle" if len(cycles) == 1 else f"{len(cycles)} cycles"
-    if len(cycles) == 1:
-        moves = f"from {percent(cycles[0].get('score_before'))} to {percent(cycles[0].get('score_after'))}"
-    else:
-        moves = ", then ".join(f"{percent(row.get('score_before'))} → {percent(row.get('score_after'))}" for row in cycles)
-    return f"Held-out success went {moves} in {number}, {spent}."
+    promoted = [row for row in cycles if row.get("verdict") == "promoted"]
+    refused = [f"{row.get('candidate') or '–'} of cycle {row.get('cycle', '–')}" for row in cycles if row not in promoted]
+    told = f" Refused: {', '.join(refused)}." if refused else ""
+    return f"{_gains(promoted)} in {number}, {spent}.{told}{_serving_now(data)}"
+
+
+def _gains(promoted: Sequence[Data]) -> str:
+    if not promoted:
+        return "Nothing was promoted"
+    moves = [(percent(row.get("score_before")), percent(row.get("score_after"))) for row in promoted]
+    if len(moves) == 1:
+        return "Held-out success went from {} to {}".format(*moves[0])
+    return f"Held-out success went {', then '.join(f'{before} → {after}' for before, after in moves)}"
+
+
+def _serving_now(data: Data) -> str:
+    serving = data.get("serving") or {}
+    if serving.get("score") is None:
+        return ""
+    where = f"{'live traffic' if serving.get('live') else 'held-out tasks'} of {serving.get('suite')}"
+    return f" Production, {serving.get('version_id')}, now scores {percent(serving['score'])} on {where}."
 
 
 def _tiles(data: Data) -> str:

@@ -135,6 +135,12 @@ class Registry:
             serving = current_promotion(connection, alias)
             return serving.version_id if serving else None
 
+    def promotion(self, alias: str) -> AliasEvent | None:
+        """The promotion that ``alias`` rests on: the last, or after a rollback an earlier one; ``None`` while there is none."""
+        with self._database.read() as connection:
+            current = current_promotion(connection, alias)
+            return to_event(current, verdict_text(connection, current.verdict_number)) if current else None
+
     def aliases(self) -> dict[str, str]:
         """Each alias and the id of the version that it serves."""
         query = sa.select(ALIASES.c.alias, EVENTS.c.version_id).join(EVENTS, ALIASES.c.event_id == EVENTS.c.event_id)
@@ -210,7 +216,10 @@ class Registry:
                 hint = nearest(alias, known) if known else "promote a version first"
                 raise RegistryError(f"nothing is promoted to '{alias}'", hint=hint)
             if promotion.predecessor is None:
-                raise RegistryError(f"{alias} serves {promotion.version_id}, its first version: there is no predecessor")
+                raise RegistryError(
+                    f"{alias} serves {promotion.version_id}, its first version: there is no predecessor",
+                    hint="evergrad model promote VERSION; 'evergrad model list' names the versions",
+                )
             before = connection.execute(sa.select(EVENTS).where(EVENTS.c.event_id == promotion.predecessor)).one()
             close_open_release(connection, alias, before.version_id, actor)
             return move(

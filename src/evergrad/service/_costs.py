@@ -1,4 +1,4 @@
-"""``evergrad cost``: where a run's money went, and what it bought."""
+"""``evergrad cost``: where the money of a run, or of a training on data, went, and what it bought."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from evergrad.ledger import CostSummary, Ledger, PriceBook, cost_summary, focus_csv, reprice
 from evergrad.loop.report import count, percent, read_report, usd
-from evergrad.service._runs import LEDGER
+from evergrad.service._runs import LEDGER, REGISTRY
 from evergrad.service._screen import cell, console, print_json, table
 from evergrad.types import CostEntry, EvergradError, InputError
 
@@ -21,7 +21,7 @@ def show_costs(run: Path, *, focus: Path | None = None, price_book: Path | None 
     """Prints the ledger's sums by phase and by cycle, and the report's unit costs once there is a report.
 
     Args:
-        run: The run folder.
+        run: The folder of a run, or of a training on data, which serves nothing and so has no unit costs.
         focus: Where to write the entries as a FOCUS table (CSV); what is there is replaced.
         price_book: Prices to use instead of those of the time; the ledger keeps its own.
         as_json: JSON instead of tables.
@@ -144,6 +144,8 @@ def _print(run: Path, summary: CostSummary, uncharged: Mapping[str, Decimal], un
     screen.print(cell(f"{summary.entries} entries: {_quantities(summary.by_resource)}", "dim"))
     if uncharged:
         screen.print(cell(f"not yet charged: {_quantities(uncharged)}; the run does it when it goes on", "dim"))
+    if not (run / REGISTRY).is_file():
+        return
     per_dollar = units["intelligence_per_dollar"] or {}
     interval = per_dollar.get("ci95")
     lines = {

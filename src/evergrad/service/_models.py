@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,7 +136,8 @@ def promote_by_hand(run: Path, name: str, alias: str, reason: str) -> None:
         screen.print(cell(f"The release of {under_way.candidate_id}, which was under way, has ended with this."))
     if not ruled:
         screen.print(
-            cell("No verdict of the gate stands behind this.", "yellow"), cell(f"Undo: evergrad model rollback --run {run}")
+            cell("No verdict of the gate stands behind this.", "yellow"),
+            cell(f"Undo: {shlex.join(['evergrad', 'model', 'rollback', alias, '--run', str(run)])}"),
         )
 
 
@@ -151,10 +153,15 @@ def roll_back(run: Path, alias: str, reason: str) -> None:
         if under_way is not None:
             registry.releases.roll_back(under_way, reason=reason, actor=_user())
             told = f"{alias} stays with {under_way.incumbent_id}; the release of {under_way.candidate_id} has ended"
+            undo = under_way.candidate_id
         else:
             event = registry.rollback(alias, reason, actor=_user())
             told = f"{alias}: {event.from_version_id} → {event.version_id}"
-    console().print(cell(told))
+            undo = str(event.from_version_id)
+    back = ["evergrad", "model", "promote", undo, "--alias", alias, "--run", str(run)]
+    screen = console()
+    screen.print(cell(told))
+    screen.print(cell(f"Undo: {shlex.join(back)}"))
 
 
 def _open_release(registry: Registry, alias: str) -> Release | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,30 @@ RUNS = Path("runs")
 REGISTRY, LEDGER = "registry.sqlite", "ledger.sqlite"
 
 
-def find_run(folder: Path | None, *, root: Path = RUNS) -> Path:
+def find_run(folder: Path | None, *, root: Path = RUNS, holds: Sequence[str] = (REGISTRY,)) -> Path:
     """``folder`` if it holds a run, or the newest run under ``root``.
+
+    Args:
+        holds: Files of which a run that will do has one; a training on data has a ledger, but no registry.
 
     Raises:
         InputError: no such folder, or it holds no run; names the runs that there are.
     """
-    runs = _runs_under(root)
+    runs = sorted({path.parent for name in holds for path in root.glob(f"*/{name}")}) if root.is_dir() else []
     if folder is None:
         if not runs:
             raise InputError(
                 "no run yet", where=f"{root}/", hint="start one with 'evergrad run CONFIG.toml', or name one with --run DIR"
             )
         return max(runs, key=_last_change)
-    if (folder / REGISTRY).is_file():
+    if any((folder / name).is_file() for name in holds):
         return folder
+    if (folder / LEDGER).is_file():
+        raise InputError(
+            "a training on data has no versions, rollouts or certificates",
+            where=str(folder),
+            hint="'evergrad cost' reads it; the others want a folder of 'evergrad run'",
+        )
     what = "the folder holds no run" if folder.is_dir() else "run folder not found"
     names = [str(run) for run in runs]
     raise InputError(what, where=str(folder), hint=nearest(str(folder), names) if names else "start one with 'evergrad run'")
@@ -60,10 +70,6 @@ def rollout_files(run: Path) -> list[Path]:
     folder = run / "rollouts"
     files = [*folder.glob("*.jsonl"), *folder.glob("*.jsonl.partial")] if folder.is_dir() else []
     return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
-
-
-def _runs_under(root: Path) -> list[Path]:
-    return sorted(path.parent for path in root.glob(f"*/{REGISTRY}")) if root.is_dir() else []
 
 
 def _last_change(run: Path) -> int:

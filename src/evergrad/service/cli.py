@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,8 +97,11 @@ def run(
     """
     from evergrad.loop import run_loop
 
-    with _resumable():
+    try:
         folder = run_loop(config, [*(set_ or []), *(ONCE if once else ())], run_dir)
+    except KeyboardInterrupt:
+        typer.echo("the same command goes on from where it was", err=True)
+        raise
     typer.echo(f"report: {folder / 'report.html'}")
 
 
@@ -112,17 +113,7 @@ def train(config: ConfigFile, set_: TrainOverrides = None, run_dir: RunDir = Non
     """
     from evergrad.loop.offline import train as train_offline
 
-    with _resumable():
-        train_offline(config, set_ or [], run_dir)
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("the same command goes on from where it was", err=True)
-        raise
+    train_offline(config, set_ or [], run_dir)
 
 
 @app.command("eval")
@@ -312,9 +303,9 @@ def cost(
 ) -> None:
     """Show what a run has cost by phase, per million tokens and per success, and which version is dominated by which."""
     from evergrad.service._costs import show_costs
-    from evergrad.service._runs import find_run
+    from evergrad.service._runs import LEDGER, REGISTRY, find_run
 
-    show_costs(find_run(run), focus=focus, price_book=price_book, as_json=as_json)
+    show_costs(find_run(run, holds=(REGISTRY, LEDGER)), focus=focus, price_book=price_book, as_json=as_json)
 
 
 @app.command()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from evergrad.config import Config, nearest
+from evergrad.config import Config, found_model, found_path, nearest
 from evergrad.loop import config as loop_config
 from evergrad.training import LossConfig, ScheduleConfig
 from evergrad.training.data import DataConfig
@@ -62,6 +62,9 @@ class CheckpointConfig(Config):
 
     every: int = Field(default=100, ge=1)
     """Steps between checkpoints; held-out data is measured at each, and the last step has one."""
+    every_s: float = Field(default=300.0, gt=0)
+    """Seconds after the last checkpoint at which there is one in any case, so that a kill costs no more; Ctrl-C and SIGTERM
+    make one, too. Held-out data is not measured at these."""
     keep_best: int = Field(default=1, ge=0)
     """How many of those with the lowest held-out loss are kept; none without held-out data."""
     pinned: tuple[int, ...] = ()
@@ -95,6 +98,9 @@ class TrainConfig(Config):
     """Where metrics go besides ``metrics.jsonl``."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
+
+    _found_model = field_validator("model")(found_model)
+    _found_book = field_validator("price_book")(found_path)
 
     @model_validator(mode="before")
     @classmethod

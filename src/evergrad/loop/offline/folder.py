@@ -38,9 +38,9 @@ class Progress:
     tokens: int = 0
     """Positions of all rows that were trained so far, context included."""
     wall_s: float = 0.0
-    """Seconds of all sessions."""
+    """Seconds of all attempts up to here, those included whose steps were lost, as in the ledger."""
     train_s: float = 0.0
-    """Of these, in optimizer steps."""
+    """Seconds in these optimizer steps."""
     first_loss: float | None = None
     last_loss: float | None = None
     heldout: list[dict[str, float]] = field(default_factory=list)

@@ -32,6 +32,7 @@ from evergrad.loop.offline.measure import heldout_figures, reference_logprobs, w
 from evergrad.loop.offline.plan import Plan
 from evergrad.loop.offline.rows import Data
 from evergrad.loop.offline.screen import TrainScreen
+from evergrad.loop.offline.stopping import Stop
 from evergrad.registry import base_model
 from evergrad.registry.tiny import quiet_transformers
 from evergrad.training import TrainerConfig
@@ -49,6 +50,7 @@ def train(config_path: Path, overrides: list[str] | None = None, run_dir: Path |
         InputError: a configuration, data file, model or sink that cannot be used, or a folder of another run; said before the
             first step.
         EvergradError: a folder in use, a gradient that is not finite several times in a row, a full disk.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM; the step that was being made is saved by then, unless there were two.
     """
     config = load_config(TrainConfig, config_path, overrides or ())
     screen = TrainScreen()
@@ -65,6 +67,11 @@ def train(config_path: Path, overrides: list[str] | None = None, run_dir: Path |
             return folder.path
         with ExitStack() as open_things:
             _Run(config, data, folder, screen, open_things).go()
+    except KeyboardInterrupt:
+        steps = folder.steps()
+        there = f"goes on from step {steps[-1]}" if steps else "starts again, for no step was saved yet"
+        screen.note(f"stopped; the same command {there}")
+        raise
     except OSError as error:
         raise EvergradError(
             f"could not write: {error}",
@@ -77,7 +84,7 @@ def train(config_path: Path, overrides: list[str] | None = None, run_dir: Path |
 
 
 class _Run:
-    """One session of a run: from the last checkpoint to the end, or to where it is killed."""
+    """One session of a run: from the last checkpoint to the end, or to where it is stopped or killed."""
 
     def __init__(
         self, config: TrainConfig, data: Data, folder: TrainFolder, screen: TrainScreen, open_things: ExitStack
@@ -85,6 +92,9 @@ class _Run:
         self.config, self.data, self.folder, self.screen = config, data, folder, screen
         book = PriceBook.load(Path(config.price_book) if config.price_book else None)
         self.ledger = open_things.enter_context(Ledger(folder.path / "ledger.sqlite", book))
+        # Time and cost are of the same attempts: both come from the ledger, which no kill takes back.
+        self._earlier_s = self.ledger.elapsed_s()
+        self._started = time.monotonic() - self._earlier_s
         self.clock = open_things.enter_context(PhaseClock(self.ledger, subject=config.name, cores=config.trainer.threads))
         self.plan = Plan(
             rows=len(data.trained),
@@ -102,8 +112,9 @@ class _Run:
             self._references = self._reference()
             self.progress = folder.load(self.trainer)
         self._skipped: list[bool] = []
-        self._started = time.monotonic() - self.progress.wall_s
         self._session = (time.monotonic(), self.progress.step)
+        self._saved = (time.monotonic(), self.progress.step)
+        self._stop = Stop(lambda text: screen.note(text, style="yellow"))
         info = RunInfo(config.name, folder.path, config.model_dump(mode="json"), self.progress.step)
         self.sinks = SinkFan([Jsonl(), *(sink.build() for sink in config.sinks)], info, screen.note)
 
@@ -128,13 +139,18 @@ class _Run:
         )
         if self.progress.step:
             self.screen.note(f"going on from the checkpoint of step {self.progress.step}")
+        elif self._earlier_s:
+            self.screen.note("no checkpoint to go on from: it starts again; time and cost count on from those of before")
 
     def _train(self) -> None:
         if self.progress.step == 0 and self.data.heldout:
             self._measure()
-        with self.screen.training(self.plan.steps, self.progress.step):
+        with self.screen.training(self.plan.steps, self.progress.step), self._stop.listening():
             while self.progress.step < self.plan.steps:
                 self._step()
+                if self._stop.asked:
+                    self._save()
+                    raise KeyboardInterrupt
 
     def _step(self) -> None:
         progress, number = self.progress, self.progress.step
@@ -160,7 +176,7 @@ class _Run:
         self.sinks.log(progress.step, figures)
         self.screen.step(progress.step, figures, self._left_s())
         self._require_finite(bool(figures["skipped_nonfinite"]))
-        if due:
+        if due or time.monotonic() - self._saved[0] > self.config.checkpoint.every_s:
             self._save()
 
     def _reference(self) -> tuple[list[Any], list[Any]] | None:
@@ -195,9 +211,12 @@ class _Run:
 
     def _save(self) -> None:
         settings, progress = self.config.checkpoint, self.progress
+        if progress.step == self._saved[1]:
+            return
         progress.wall_s = time.monotonic() - self._started
         self.folder.save(self.trainer, progress)
         self.folder.keep({progress.step, *progress.best(settings.keep_best), *settings.pinned})
+        self._saved = (time.monotonic(), progress.step)
 
     def _require_finite(self, skipped: bool) -> None:
         self._skipped.append(skipped)

@@ -13,17 +13,23 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 
 from evergrad.config import Config
 from evergrad.types import EvergradError
 
-START_TIMEOUT_S = 120.0
+IDLE_START_S = 120.0
+"""How long a worker that is not ready yet may compute nothing; a busy machine lets it compute slowly."""
+START_LIMIT_S = 1800.0
+"""How long a start may take at all: one that computes for ever is stuck, too."""
 STOP_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 LOOKS = 10
@@ -105,7 +111,7 @@ class LocalPlacement:
 
         Raises:
             WorkerDied: it ended before it was ready.
-            EvergradError: it was not ready within two minutes.
+            EvergradError: it was not ready, and computed nothing for two minutes, or not within half an hour.
         """
         token = secrets.token_urlsafe(24)
         log_path = self._logs / (log or f"{name}.log")
@@ -124,10 +130,11 @@ class LocalPlacement:
         self._workers.append(worker)
         assert process.stdout is not None
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-        except TimeoutError:
+            line = await _unless_idle(process.stdout.readline(), process.pid)
+        except TimeoutError as error:
             await worker.stop()
-            raise EvergradError(f"{name} was not ready after {START_TIMEOUT_S:.0f} s", where=str(log_path)) from None
+            hint = "the same command goes on from there; stop what else keeps the machine busy first"
+            raise EvergradError(f"{name} was not ready {error}", where=str(log_path), hint=hint) from None
         if not line:
             raise await worker.died()
         worker.base_url = f"http://127.0.0.1:{json.loads(line)['port']}"
@@ -159,6 +166,41 @@ class LocalPlacement:
                     worker.illness = f"stuck for {self._stuck_after_s:g} s: {complaint}"
                     worker.process.kill()
                     return
+
+
+async def _unless_idle(line: Coroutine[Any, Any, bytes], pid: int) -> bytes:
+    """Waits for ``line`` while the process ``pid`` computes.
+
+    Raises:
+        TimeoutError: it computed nothing for too long, or has computed for too long; the message says which.
+    """
+    reading = asyncio.ensure_future(line)
+    started = busy = time.monotonic()
+    computed = 0.0
+    try:
+        while True:
+            done, _ = await asyncio.wait({reading}, timeout=min(1.0, IDLE_START_S / LOOKS))
+            if done:
+                return reading.result()
+            now = time.monotonic()
+            if (total := _cpu_seconds(pid)) > computed:
+                computed, busy = total, now
+            if now - busy > IDLE_START_S:
+                raise TimeoutError(f"after {now - started:.0f} s, and computed nothing in the last {IDLE_START_S:g} s of them")
+            if now - started > START_LIMIT_S:
+                raise TimeoutError(f"after {now - started:.0f} s, of which it computed {computed:.0f} s")
+    finally:
+        reading.cancel()
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of its children, such as a trainer's ranks; 0 once it is gone."""
+    try:
+        process = psutil.Process(pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    except psutil.Error:
+        return 0.0
+    return float(sum(each.user + each.system for each in times))
 
 
 async def _complaint(http: httpx.AsyncClient) -> str | None:

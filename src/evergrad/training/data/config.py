@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from evergrad.config import Config
+from evergrad.config import Config, found_path
 
 FormatName = Literal["auto", "chat", "prompt_completion", "text", "preference", "preference_openai"]
 
@@ -26,6 +26,8 @@ class DataConfig(Config):
     """Longest row in tokens; by default what the model has positions for."""
     overlong: Literal["refuse", "truncate_left", "truncate_right", "drop"] = "refuse"
     """What becomes of a longer row: the file is refused, the row loses its beginning or end, or it is dropped and counted."""
+
+    _found = field_validator("file", "heldout_file")(found_path)
 
     @model_validator(mode="after")
     def _one_heldout(self) -> DataConfig:
