@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from evergrad.transfer.layout import Layout, Manifest, TensorSpec, TransferError
+from evergrad.transfer.plan import Placement, make_plan
 
 if TYPE_CHECKING:
     from evergrad.transfer.adapters import NamedTensors, load_adapter, merge_lora, merged_tensors
@@ -21,12 +22,14 @@ __all__ = [
     "Layout",
     "Manifest",
     "NamedTensors",
+    "Placement",
     "SlotPublisher",
     "SlotReceiver",
     "TensorSpec",
     "TransferError",
     "load_adapter",
     "load_tensors",
+    "make_plan",
     "merge_lora",
     "merged_tensors",
     "save_tensors",
