@@ -15,8 +15,17 @@ from evergrad.config import Config, nearest
 from evergrad.evals import GateConfig
 from evergrad.loop.distill import DistillConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
-from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig, require_ranks
+from evergrad.training import (
+    CriticConfig,
+    LoraConfig,
+    LossConfig,
+    ScheduleConfig,
+    UpdatesConfig,
+    require_adapter,
+    require_ranks,
+)
 from evergrad.training.sinks import SinkConfig
+from evergrad.transfer import TransferConfig
 
 
 class EnvironmentConfig(Config):
@@ -280,10 +289,12 @@ class TrainerSettings(Config):
     """Processes that hold the model in parts (FSDP) and share out each batch; with CUDA, one GPU each."""
     tensor_parallel: int = Field(1, ge=1)
     """How many of the ranks split every layer between them; divides ``ranks`` and the model's heads."""
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
 
     @model_validator(mode="after")
-    def _ranks_fit(self) -> TrainerSettings:
+    def _fits(self) -> TrainerSettings:
         require_ranks(self.ranks, self.tensor_parallel)
+        require_adapter(self.method, self.transfer)
         return self
 
 

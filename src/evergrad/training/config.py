@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from evergrad.config import Config
 from evergrad.training.losses import Loss, build_loss
+from evergrad.transfer.config import TransferConfig
 from evergrad.types import EvergradError
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -120,10 +121,12 @@ class TrainerConfig(Config):
     """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the frozen base; what is trained, and its optimizer state, is never narrower than float32."""
+    transfer: TransferConfig = TransferConfig()
 
     @model_validator(mode="after")
-    def _ranks_fit(self) -> TrainerConfig:
+    def _fits(self) -> TrainerConfig:
         require_ranks(self.ranks, self.tensor_parallel)
+        require_adapter(self.method, self.transfer)
         if self.critic is not None and self.ranks > 1:
             raise ValueError(
                 "a critic's gradient is not added up over ranks yet; set ranks = 1, or use advantages that need none, such as "
@@ -139,6 +142,15 @@ def require_ranks(ranks: int, tensor_parallel: int) -> None:
     """
     if ranks % tensor_parallel:
         raise ValueError(f"{ranks} ranks cannot be split by tensor_parallel = {tensor_parallel}; choose a divisor of ranks")
+
+
+def require_adapter(method: str, transfer: TransferConfig) -> None:
+    """
+    Raises:
+        ValueError: an adapter is to be published, and none is trained.
+    """
+    if transfer.adapter_only and method != "lora":
+        raise ValueError("transfer.adapter_only publishes an adapter, and none is trained; set method = 'lora'")
 
 
 def require_model_folder(path: str) -> None:

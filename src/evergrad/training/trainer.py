@@ -30,10 +30,12 @@ from evergrad.training.critic import Critic
 from evergrad.training.forest import Forest, TrainedTokens
 from evergrad.training.lora import (
     LoraLinear,
+    adapter_names,
     add_lora,
     as_reference,
     load_adapter_tensors,
     load_reference_tensors,
+    peft_settings,
     reference_tensors,
     write_adapter,
 )
@@ -47,6 +49,7 @@ from evergrad.training.selection import kept_together, scored_tokens, totals_of,
 from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
+from evergrad.transfer.link import copy_bytes
 from evergrad.types import TrainingBatch, TrainingSample
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -348,7 +351,10 @@ class Trainer:
                 raise TrainerError(f"the model knows no token {token}; it has {size}", where=rollout_id or None)
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, shapes and dtypes of what :meth:`named_weights` yields."""
+        """Names, shapes and dtypes of what :meth:`write_weights` writes."""
+        if self.config.transfer.adapter_only:
+            parameters = ((name, self._parameters[here]) for name, here in adapter_names(self._lora))
+            return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters}
         if self.config.method == "full":
             return {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
         return {f"{name}.weight": (tuple(layer.weight.shape), layer.weight.dtype) for name, layer in self._lora.items()}
@@ -361,12 +367,23 @@ class Trainer:
             yield f"{name}.weight", merge_lora(*self._lora_parts(name), layer.scale)
 
     def write_weights(self, views: Mapping[str, Tensor]) -> None:
-        """Writes :meth:`named_weights` into ``views`` (same names and shapes) without making them first."""
+        """Writes what is to be published into ``views``, which are as :meth:`layout` says: the parts of the adapter under
+        PEFT's names where the configuration says so, else :meth:`named_weights`, without making them first."""
+        if self.config.transfer.adapter_only:
+            for name, here in adapter_names(self._lora):
+                copy_bytes(self._whole(here).detach(), views[name])
+            return
         if self.config.method == "full":
             for name in self._parameters:
-                views[name].copy_(self._whole(name))
+                copy_bytes(self._whole(name).detach(), views[name])
         for name, layer in self._lora.items():
             merge_lora(*self._lora_parts(name), layer.scale, out=views[f"{name}.weight"])
+
+    def adapter(self) -> dict[str, Any] | None:
+        """PEFT's configuration of the adapter, where its parts are what is published."""
+        if not self.config.transfer.adapter_only:
+            return None
+        return peft_settings(self._lora, self.config.lora, str(Path(self.config.model).absolute()))
 
     def _lora_parts(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         return self._whole(f"{name}.weight"), self._whole(f"{name}.lora_a"), self._whole(f"{name}.lora_b")

@@ -99,7 +99,8 @@ def region(buffers: Buffers, place: Place, shape: Sequence[int]) -> torch.Tensor
         raise TransferError("there is no such tensor", where=place.buffer)
     lead = len(place.at) - len(shape)
     inner = tuple(slice(start, start + size) for start, size in zip(place.at[lead:], shape, strict=True))
-    part = buffer[(*place.at[:lead], *inner)]
+    index: tuple[Any, ...] = (*place.at[:lead], *inner)
+    part = buffer[index]
     if part.shape != torch.Size(shape):
         raise TransferError(f"{tuple(buffer.shape)} does not hold {tuple(shape)} at {place.at}", where=place.buffer)
     return part

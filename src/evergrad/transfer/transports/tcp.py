@@ -29,7 +29,7 @@ _CHUNK = 4 << 20
 _TIMEOUT_S = 30.0
 _LONGEST_LINE = 4096
 _PROBE = "probe"
-_PROBE_BYTES = 32 << 20
+_PROBE_BYTES = 16 << 20
 _STREAMS = (1, 2, 4, 8)
 
 
