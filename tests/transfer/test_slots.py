@@ -104,6 +104,30 @@ def test_one_flipped_bit_is_found(publisher: SlotPublisher) -> None:
         assert versions_in(receiver.tensors()) == {1.0}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_value_that_is_not_finite_is_refused(publisher: SlotPublisher, value: float) -> None:
+    with SlotReceiver(publisher.descriptor) as receiver:
+        receiver.accept(publisher.stage(weights(1).items(), 1))
+        for version, name in enumerate(LAYOUT, start=2):
+            bad = weights(version)
+            bad[name].view(-1)[-1] = value
+            with pytest.raises(TransferError, match="not finite"):
+                receiver.accept(publisher.stage(bad.items(), version))
+        assert versions_in(receiver.tensors()) == {1.0}
+
+
+def test_a_tensor_that_changes_after_it_was_called_complete_is_refused(publisher: SlotPublisher) -> None:
+    with SlotReceiver(publisher.descriptor) as receiver:
+        views = publisher.begin()
+        for name, tensor in weights(1).items():
+            views[name].copy_(tensor)
+            publisher.written(name)
+        manifest = publisher.finish(1)
+        publisher.views(manifest.slot)["b.weight"].fill_(2.0)
+        with pytest.raises(TransferError, match=r"b\.weight.*checksum"):
+            receiver.accept(manifest)
+
+
 def test_the_live_slot_is_never_written_even_when_updates_fail_again_and_again(publisher: SlotPublisher) -> None:
     with SlotReceiver(publisher.descriptor) as receiver:
         receiver.accept(publisher.stage(weights(1).items(), 1))

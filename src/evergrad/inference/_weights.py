@@ -100,8 +100,9 @@ class WeightUpdates:
     def _stage_in_engine(self, receiver: Receiver) -> None:
         engine, tensors = self._loop.engine, receiver.tensors()
         if self._adapter is not None:
-            tensors = dict(merged_tensors(engine.model.base, (self._adapter, tensors)))
-        engine.stage_weights(tensors)
+            engine.stage_weights(dict(merged_tensors(engine.model.base, (self._adapter, tensors))))
+        else:
+            engine.stage_weights(tensors, known_finite=True)  # the receiver has looked
 
     def _commit(self, policy_version: int, on_commit: Callable[[], None] | None = None) -> float:
         def commit() -> float:

@@ -49,7 +49,7 @@ class TrainerService:
         publisher = self._opened()
         views = publisher.begin()
         try:
-            self.trainer.write_weights(views)
+            self.trainer.write_weights(views, publisher.written)
             manifest = publisher.finish(body.policy_version)
         finally:
             publisher.abort()

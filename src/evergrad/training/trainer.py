@@ -50,6 +50,7 @@ from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
 from evergrad.transfer.link import copy_bytes
+from evergrad.transfer.proof import all_finite
 from evergrad.types import TrainingBatch, TrainingSample
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -366,18 +367,22 @@ class Trainer:
         for name, layer in self._lora.items():
             yield f"{name}.weight", merge_lora(*self._lora_parts(name), layer.scale)
 
-    def write_weights(self, views: Mapping[str, Tensor]) -> None:
+    def write_weights(self, views: Mapping[str, Tensor], written: Callable[[str], None] = lambda name: None) -> None:
         """Writes what is to be published into ``views``, which are as :meth:`layout` says: the parts of the adapter under
-        PEFT's names where the configuration says so, else :meth:`named_weights`, without making them first."""
+        PEFT's names where the configuration says so, else :meth:`named_weights`, without making them first. ``written`` is told
+        each name when its view is complete."""
         if self.config.transfer.adapter_only:
             for name, here in adapter_names(self._lora):
                 copy_bytes(self._whole(here).detach(), views[name])
+                written(name)
             return
         if self.config.method == "full":
             for name in self._parameters:
                 copy_bytes(self._whole(name).detach(), views[name])
+                written(name)
         for name, layer in self._lora.items():
             merge_lora(*self._lora_parts(name), layer.scale, out=views[f"{name}.weight"])
+            written(f"{name}.weight")
 
     def adapter(self) -> dict[str, Any] | None:
         """PEFT's configuration of the adapter, where its parts are what is published."""
@@ -399,7 +404,7 @@ class Trainer:
         Raises:
             TrainerError: a weight is not finite; names it.
         """
-        odd = next((name for name, p in self._parameters.items() if not bool(torch.isfinite(here(p)).all())), None)
+        odd = next((name for name, p in self._parameters.items() if not all_finite(here(p).detach())), None)
         odd = next(filter(None, self._ranks.all_values(odd)), None)
         if odd is not None:
             raise TrainerError(f"'{odd}' is not finite", hint="load the last checkpoint and lower the learning rate")

@@ -26,7 +26,11 @@ class Publisher(Protocol):
         ...
 
     def begin(self) -> dict[str, torch.Tensor]:
-        """Views to be filled entirely before :meth:`finish`."""
+        """Views to be filled entirely before :meth:`finish`; the names of those that are, to be told to :meth:`written`."""
+        ...
+
+    def written(self, name: str) -> None:
+        """Says that one is filled, so that its checksum is computed while the next is."""
         ...
 
     def finish(self, policy_version: int) -> Manifest | Shipment:

@@ -25,8 +25,9 @@ from evergrad.transfer.layout import ALIGNMENT, Layout, Manifest, TensorSpec
 from evergrad.transfer.link import copy_bytes
 from evergrad.transfer.placements import region
 from evergrad.transfer.plan import Copy, Plan
-from evergrad.transfer.shipment import Item, Payload, Shipment, proof_of, view_of, whole_plan
-from evergrad.transfer.slots import SlotPublisher, checksum, dtype_name, fill
+from evergrad.transfer.proof import checksum, checksum_of_parts
+from evergrad.transfer.shipment import Item, Payload, Shipment, view_of, whole_plan
+from evergrad.transfer.slots import SlotPublisher, dtype_name, fill
 from evergrad.transfer.transports import Outbox
 
 
@@ -81,6 +82,10 @@ class WirePublisher:
         self._outbox.withdraw(self._offered.pop(self._slots.writing, frozenset()))
         return views
 
+    def written(self, name: str) -> None:
+        """Says that a tensor is complete, so that its checksum is computed while the next one is written."""
+        self._slots.written(name)
+
     def finish(self, policy_version: int) -> Shipment:
         """Offers what was written since :meth:`begin`.
 
@@ -118,7 +123,7 @@ class WirePublisher:
         """
         views = self.begin()
         try:
-            fill(views, named_tensors)
+            fill(views, named_tensors, self.written)
             return self.finish(policy_version)
         finally:
             self.abort()
@@ -156,8 +161,7 @@ class WirePublisher:
 
     def _lying_item(self, copy: Copy, sealed: Manifest) -> Item:
         spec = next(spec for spec in self.layout.tensors if spec.name == copy.source.buffer)
-        proof = sealed.checksums[spec.name]
-        return Item(copy.key, "identity", (spec,), proof, proof)
+        return Item(copy.key, "identity", (spec,), sealed.checksums[spec.name], exact=True)
 
     def _buffer(self, slot: int, codec: str) -> torch.Tensor:
         if (slot, codec) not in self._packed:
@@ -180,8 +184,10 @@ class WirePublisher:
                 copy_bytes(part, view_of(packed, spec))
                 parts.append(spec)
                 offset = -(-(offset + spec.num_bytes) // ALIGNMENT) * ALIGNMENT
-            result = ""
-            if codec_named(encoded.codec).exact:
-                result = sealed.checksums[copy.source.buffer] if self._is_whole(copy) else checksum(tensor)
-            items.append(Item(copy.key, encoded.codec, tuple(parts), proof_of(packed, parts), result))
+            exact = codec_named(encoded.codec).exact
+            if not exact:
+                proof = checksum_of_parts(packed, parts)
+            else:
+                proof = sealed.checksums[copy.source.buffer] if self._is_whole(copy) else checksum(tensor)
+            items.append(Item(copy.key, encoded.codec, tuple(parts), proof, exact))
         return tuple(items), offset

@@ -19,8 +19,9 @@ from evergrad.transfer.layout import Layout, Manifest, TransferError
 from evergrad.transfer.link import Receipt, copy_bytes
 from evergrad.transfer.placements import region
 from evergrad.transfer.plan import Plan
-from evergrad.transfer.shipment import Item, Payload, Shipment, proof_of, view_of, whole_plan
-from evergrad.transfer.slots import SlotPublisher, SlotReceiver, checksum
+from evergrad.transfer.proof import checksum, checksum_and_finite, checksum_of_parts, side_by_side
+from evergrad.transfer.shipment import Item, Payload, Shipment, view_of, whole_plan
+from evergrad.transfer.slots import SlotPublisher, SlotReceiver
 from evergrad.transfer.transports import Inbox, open_inbox
 
 Announced = Shipment | Mapping[str, Any]
@@ -64,6 +65,8 @@ class WireReceiver:
         self._routes: list[list[Payload]] = []
         self._target: int | None = None
         self._arrived: Manifest | None = None
+        self._odd: str | None = None
+        """A tensor of what arrived that has values which are not finite."""
         self._moved, self._seconds = 0, 0.0
         self._buffers = _Buffers()
         self._versions: dict[int, int] = {}
@@ -135,13 +138,14 @@ class WireReceiver:
         views = self._slots.begin()
         try:
             slot = self._slots.writing
-            before, proofs = self._versions.pop(slot, None), None
+            before = self._versions.pop(slot, None)
             if len(self._routes) == 1 and len(self._routes[0]) == 1 and self._lies_as_it_comes(self._routes[0][0]):
-                proofs = self._fetch_in_place(self._routes[0][0], slot)
-                self._remember(None, [])
+                self._fetch_in_place(self._routes[0][0], slot)
             else:
                 self._fetch_and_decode(views, before)
-            self._arrived = self._slots.finish(version, proofs)
+            found = side_by_side(checksum_and_finite, views)
+            self._odd = next((name for name, (_, finite) in found.items() if not finite), None)
+            self._arrived = self._slots.finish(version, {name: proof for name, (proof, _) in found.items()})
         finally:
             self._slots.abort()
         self._versions[slot] = version
@@ -149,22 +153,27 @@ class WireReceiver:
         self._seconds += time.perf_counter() - started
 
     def verify(self) -> None:
-        """Compares what was decoded with what left, bit for bit, where the codec promises that.
+        """Compares what is here now with what left, bit for bit, where the codec promises that, and looks at the values.
 
         Raises:
-            TransferError: a tensor differs, as when the changes stand on other weights than are here; or nothing is staged.
+            TransferError: a tensor differs (it was damaged on the way, or the changes stand on other weights than are here), a
+                value is not finite, or nothing is staged.
         """
+        self._require_target()
         started = time.perf_counter()
         sealed, views = self.arrived, self._here.tensors()
-        for item in (item for route in self._routes for item in self._own(route[-1]) if item.result):
+        for item in (item for route in self._routes for item in self._own(route[-1]) if item.exact):
             copy = self._copies[item.key]
             part, buffer = region(views, copy.destination, copy.shape), copy.destination.buffer
             whole = part.shape == views[buffer].shape
-            if (sealed.checksums[buffer] if whole else checksum(part.contiguous())) != item.result:
+            if (sealed.checksums[buffer] if whole else checksum(part.contiguous())) != item.checksum:
                 self.abort()
                 raise TransferError(
-                    f"'{copy.tensor}' is not what was published", hint="publish it whole; the old version stays"
+                    f"'{copy.tensor}' does not match its checksum", hint="publish it whole; the old version stays"
                 )
+        if self._odd is not None:
+            self.abort()
+            raise TransferError(f"'{self._odd}' has values that are not finite", hint="the old version stays")
         self._here.vouch()
         self._seconds += time.perf_counter() - started
 
@@ -239,12 +248,11 @@ class WireReceiver:
                 return False
         return payload.num_bytes <= self.layout.num_bytes
 
-    def _fetch_in_place(self, payload: Payload, slot: int) -> dict[str, str]:
+    def _fetch_in_place(self, payload: Payload, slot: int) -> None:
         memory = self._slots.memory(slot)[: payload.num_bytes]
         self._inboxes[0].fetch(payload.name, 0, memory)
         self._moved += payload.num_bytes
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        return {self._copies[item.key].destination.buffer: _proved(item, whole) for item in payload.items}
+        self._remember(None, [])
 
     def _fetch_and_decode(self, views: dict[str, torch.Tensor], before: int | None) -> None:
         fetched = [
@@ -268,7 +276,8 @@ class WireReceiver:
         self._moved += stop - start
         one = _Fetched([item.moved(-start) for item in items], memory)
         for item in one.items:
-            _proved(item, memory)
+            if not item.exact and checksum_of_parts(memory, item.parts) != item.checksum:
+                raise TransferError(f"'{item.key}' does not match its checksum", hint="publish again; the old version stays")
         return one
 
     def _bring_up(self, views: dict[str, torch.Tensor], before: int | None) -> None:
@@ -323,17 +332,6 @@ class _Buffers:
 
     def give(self, fetched: Sequence[_Fetched]) -> None:
         self._free += [one.memory for one in fetched]
-
-
-def _proved(item: Item, payload: torch.Tensor) -> str:
-    """The checksum, computed and compared.
-
-    Raises:
-        TransferError: the bytes are not those that were offered.
-    """
-    if proof_of(payload, item.parts) != item.checksum:
-        raise TransferError(f"'{item.key}' does not match its checksum", hint="publish again; the old version stays")
-    return item.checksum
 
 
 def _offered(descriptor: Mapping[str, Any]) -> Layout:

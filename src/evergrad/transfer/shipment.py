@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import xxhash
 
-from evergrad.transfer.files import tensor_bytes
 from evergrad.transfer.layout import Layout, TensorSpec, TransferError
 from evergrad.transfer.plan import Placement, Plan, make_plan
 
@@ -25,9 +23,9 @@ class Item:
     parts: tuple[TensorSpec, ...]
     """Offsets are those in the payload."""
     checksum: str
-    """xxh3-64 of the parts' bytes, in hex."""
-    result: str
-    """The same of what they become; empty where the codec does not keep every bit."""
+    """xxh3-64 in hex: of the tensor that they become where the codec keeps every bit, else of their own bytes."""
+    exact: bool
+    """Which of the two it is."""
 
     @property
     def start(self) -> int:
@@ -59,7 +57,7 @@ class Payload:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Payload:
         items = tuple(
-            Item(str(i["key"]), str(i["codec"]), tuple(_part(p) for p in i["parts"]), str(i["checksum"]), str(i["result"]))
+            Item(str(i["key"]), str(i["codec"]), tuple(_part(p) for p in i["parts"]), str(i["checksum"]), bool(i["exact"]))
             for i in data["items"]
         )
         base = None if data["base_version"] is None else int(data["base_version"])
@@ -132,13 +130,3 @@ def view_of(payload: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The part at its place in the bytes of a payload [num_bytes]."""
     part = payload[spec.offset : spec.offset + spec.num_bytes]
     return part.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-def proof_of(payload: torch.Tensor, parts: Iterable[TensorSpec]) -> str:
-    """xxh3-64 of the parts' bytes, one after the other, in hex; empty when there are none, as for a tensor."""
-    digest, length = xxhash.xxh3_64(), 0
-    for spec in parts:
-        if spec.num_bytes:
-            digest.update(tensor_bytes(payload[spec.offset : spec.offset + spec.num_bytes]))
-            length += spec.num_bytes
-    return str(digest.hexdigest()) if length else ""

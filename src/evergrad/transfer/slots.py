@@ -15,16 +15,16 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import xxhash
 
-from evergrad.transfer.files import tensor_bytes
 from evergrad.transfer.layout import Layout, Manifest, TransferError
 from evergrad.transfer.link import Receipt, copy_bytes, memory_gb_per_s
+from evergrad.transfer.proof import checksum, checksum_and_finite, proofs, side_by_side
 from evergrad.transfer.slot_memory import MappedSlot, OwnedSlot, lock, unlock, views_over
 
 _FORMAT = 1
@@ -55,6 +55,7 @@ class SlotPublisher:
         self._last_slot = _NUM_SLOTS - 1
         self._writing: int | None = None
         self._began = 0.0
+        self._sums: dict[str, Future[str]] = {}
         self.link_gb_per_s = memory_gb_per_s(self.memory(0))
         """What copying into a slot reaches at most, measured at the start; 10⁹ bytes a second."""
 
@@ -99,11 +100,15 @@ class SlotPublisher:
         for step in range(1, _NUM_SLOTS + 1):
             slot = (self._last_slot + step) % _NUM_SLOTS
             if lock(self._slots[slot].fd, fcntl.LOCK_EX):
-                self._writing, self._began = slot, time.perf_counter()
+                self._writing, self._began, self._sums = slot, time.perf_counter(), {}
                 return self._views[slot]
         raise TransferError(
             "both slots are in use by receivers", hint="bring every engine to the newest version, or detach the one left behind"
         )
+
+    def written(self, name: str) -> None:
+        """Says that a tensor is complete, so that its checksum is computed while the next one is written."""
+        self._sums[name] = proofs().submit(checksum, self._views[self.writing][name])
 
     def finish(self, policy_version: int, checksums: Mapping[str, str] | None = None) -> Manifest:
         """Seals what was written since :meth:`begin` and returns its manifest.
@@ -112,10 +117,12 @@ class SlotPublisher:
             checksums: By tensor, where the caller has computed them already.
         """
         slot = self.writing
+        for name in self._views[slot].keys() - (checksums or self._sums).keys():
+            self.written(name)
         manifest = Manifest(
             policy_version=policy_version,
             slot=slot,
-            checksums=checksums or {name: checksum(view) for name, view in self._views[slot].items()},
+            checksums=checksums or {name: self._sums[name].result() for name in self._views[slot]},
             num_bytes=sum(tensor.num_bytes for tensor in self.layout.tensors),
             layout_hash=self.layout.hash,
             seconds=time.perf_counter() - self._began,
@@ -139,7 +146,7 @@ class SlotPublisher:
         """
         views = self.begin()
         try:
-            fill(views, named_tensors)
+            fill(views, named_tensors, self.written)
             return self.finish(policy_version)
         finally:
             self.abort()
@@ -219,16 +226,21 @@ class SlotReceiver:
         """Nothing is left to do: what the publisher wrote lies in the slot already."""
 
     def verify(self) -> None:
-        """Compares every tensor of the prepared slot with its checksum; on a difference the slot is given back.
+        """Compares every tensor of the prepared slot with its checksum, and looks at its values; the slot is given back when
+        one does not pass.
 
         Raises:
-            TransferError: bytes differ (the version was replaced meanwhile, or memory is damaged), or nothing is prepared.
+            TransferError: bytes differ (the version was replaced meanwhile, or memory is damaged), a value is not finite, or
+                nothing is prepared.
         """
         manifest, started = self._require_prepared(), time.perf_counter()
-        for name, tensor in self._slots[manifest.slot].views.items():
-            if checksum(tensor) != manifest.checksums[name]:
+        for name, (found, finite) in side_by_side(checksum_and_finite, self._slots[manifest.slot].views).items():
+            if found != manifest.checksums[name]:
                 self.abort()
                 raise TransferError(f"'{name}' does not match its checksum", hint="publish again; the old version stays")
+            if not finite:
+                self.abort()
+                raise TransferError(f"'{name}' has values that are not finite", hint="the old version stays")
         self._verify_s = time.perf_counter() - started
         self._verified = True
 
@@ -305,8 +317,12 @@ class SlotReceiver:
         return self._prepared
 
 
-def fill(views: Mapping[str, torch.Tensor], named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copies each tensor to its namesake among ``views``, cast to that one's dtype.
+def fill(
+    views: Mapping[str, torch.Tensor],
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    written: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Copies each tensor to its namesake among ``views``, cast to that one's dtype, and tells ``written`` each name.
 
     Raises:
         TransferError: a name is unknown, missing or doubled, or a shape differs.
@@ -318,14 +334,10 @@ def fill(views: Mapping[str, torch.Tensor], named_tensors: Iterable[tuple[str, t
         if tensor.shape != views[name].shape:
             raise TransferError(f"'{name}' is {tuple(tensor.shape)}, the layout says {tuple(views[name].shape)}")
         copy_bytes(tensor.detach(), views[name])
+        written(name)
         del missing[name]
     if missing:
         raise TransferError(f"{len(missing)} of {len(views)} tensors missing, first '{next(iter(missing))}'")
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    """xxh3-64 of a contiguous tensor's bytes, in hex; empty for an empty one."""
-    return str(xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))) if tensor.numel() else ""
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

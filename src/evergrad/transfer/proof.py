@@ -1,0 +1,82 @@
+"""Checksums of tensors, and whether their values can be served; on as many cores as there are.
+
+A pass over memory costs as much as copying it. So what is asked of the same bytes is asked while they are in the cache, and
+different tensors are gone through side by side: hashing and summing leave Python's lock alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+import xxhash
+
+from evergrad.transfer.files import tensor_bytes
+from evergrad.transfer.layout import TensorSpec
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_CHUNK = 1 << 17
+"""Elements that are summed, then hashed, before the next are touched; in float32 half a megabyte, which any second-level cache
+holds."""
+_MOST_THREADS = 8
+_SUMMED = {torch.float32, torch.float64}
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """xxh3-64 of a contiguous tensor's bytes, in hex; empty for an empty one."""
+    return str(xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))) if tensor.numel() else ""
+
+
+def checksum_of_parts(payload: torch.Tensor, parts: Iterable[TensorSpec]) -> str:
+    """The same of some parts of a payload [num_bytes], one after the other; empty when they are."""
+    digest, length = xxhash.xxh3_64(), 0
+    for spec in parts:
+        if spec.num_bytes:
+            digest.update(tensor_bytes(payload[spec.offset : spec.offset + spec.num_bytes]))
+            length += spec.num_bytes
+    return str(digest.hexdigest()) if length else ""
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    if not tensor.numel():
+        return True
+    if tensor.dtype in _SUMMED and tensor.is_contiguous():
+        flat = tensor.detach().view(-1)
+        # A sum of squares is finite only if every square is; the other way round it may overflow, and the values are looked at.
+        if bool(torch.isfinite(torch.dot(flat, flat))):
+            return True
+    # Smallest and largest are NaN when any value is, and finding them needs no memory.
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
+
+
+def checksum_and_finite(tensor: torch.Tensor) -> tuple[str, bool]:
+    """:func:`checksum` and :func:`all_finite` of a contiguous CPU tensor, in one pass over memory."""
+    if tensor.dtype not in _SUMMED or not tensor.numel():
+        return checksum(tensor), not tensor.is_floating_point() or all_finite(tensor)
+    values = tensor.detach().reshape(-1).numpy()
+    digest, finite = xxhash.xxh3_64(), True
+    for start in range(0, len(values), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = finite and bool(np.isfinite(np.dot(chunk, chunk)))
+        digest.update(chunk.view(np.uint8))
+    return str(digest.hexdigest()), finite or all_finite(tensor)
+
+
+def side_by_side(function: Callable[[T], R], named: Mapping[str, T]) -> dict[str, R]:
+    """``function`` of every value, by name, on several threads."""
+    return dict(zip(named, proofs().map(function, named.values()), strict=True))
+
+
+@functools.cache
+def proofs() -> ThreadPoolExecutor:
+    """The threads of this process that prove tensors."""
+    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="transfer-proof")
