@@ -45,13 +45,13 @@ from evergrad.types import Sampling
 
 Weights = dict[str, torch.Tensor]
 DENSITIES = (0.01, 0.03, 0.10)
-ROWS, PROMPT_TOKENS = 32, 32
+ROWS, PROMPT_TOKENS = 32, 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a known name, or a folder")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=record.cores())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -82,7 +82,9 @@ async def one_host(folder: Path, weights: Weights, num_bytes: int, arguments: ar
                 report = await client.update_weights(manifest.as_dict())
                 seconds["publish"].append(time.perf_counter() - started)
                 seconds["write"].append(manifest.seconds)
+                print(f"round {version}: {', '.join(f'{name} {each[-1]:.3f} s' for name, each in seconds.items())}", flush=True)
             pauses, step_s = await under_load(client, publisher, weights, arguments.rounds)
+            print(f"pauses {pauses}, step {step_s:.3f} s", flush=True)
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first round warms up
     memcpy = min(medians[name] for name in copies)
     return {
@@ -119,11 +121,11 @@ async def under_load(
 ) -> tuple[list[float], float]:
     """Pauses of updates while rows decode, and the time of a step when nothing else happens."""
     started, before = time.perf_counter(), await num_steps(client)
-    await decode(client, 64)
+    await decode(client, 12)
     step_s = (time.perf_counter() - started) / (await num_steps(client) - before)
     pauses: list[float] = []
     for version in range(1000, 1000 + rounds):
-        running = asyncio.create_task(decode(client, 48))
+        running = asyncio.create_task(decode(client, 24))
         await asyncio.sleep(4 * step_s)
         manifest = await asyncio.to_thread(publisher.stage, weights.items(), version)
         pauses.append(float((await client.update_weights(manifest.as_dict()))["pause_s"]))
@@ -191,6 +193,7 @@ def over_tcp(weights: Weights, num_bytes: int, rounds: int) -> dict[str, Any]:
                     receipt = ask(name, publisher.stage(weights.items(), version).as_dict())
                     taken[name].append({**receipt, "total_s": time.perf_counter() - started})
             rows[f"{density:.0%}"] = compared(taken, num_bytes)
+            print(f"{density:.0%}: {rows[f'{density:.0%}']}", flush=True)
             whole += taken["dense"]
     rates = {key: round(statistics.median(each[key] for each in whole), 4) for key in ("gb_per_s", "link_share")}
     tcp = {"total_s": round(statistics.median(each["total_s"] for each in whole), 4), **rates}

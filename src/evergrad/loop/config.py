@@ -26,6 +26,7 @@ from evergrad.training import (
 )
 from evergrad.training.sinks import SinkConfig
 from evergrad.transfer import TransferConfig
+from evergrad.transfer.codecs import CODECS
 
 
 class EnvironmentConfig(Config):
@@ -289,12 +290,10 @@ class TrainerSettings(Config):
     """Processes that hold the model in parts (FSDP) and share out each batch; with CUDA, one GPU each."""
     tensor_parallel: int = Field(1, ge=1)
     """How many of the ranks split every layer between them; divides ``ranks`` and the model's heads."""
-    transfer: TransferConfig = Field(default_factory=TransferConfig)
 
     @model_validator(mode="after")
-    def _fits(self) -> TrainerSettings:
+    def _ranks_fit(self) -> TrainerSettings:
         require_ranks(self.ranks, self.tensor_parallel)
-        require_adapter(self.method, self.transfer)
         return self
 
 
@@ -332,6 +331,7 @@ class RunConfig(Config):
     watch: WatchConfig = Field(default_factory=WatchConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
     critic: CriticConfig | None = None
     """For ``rl.advantage = "generalized"``, PPO's advantage (GAE); none when absent."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
@@ -344,6 +344,13 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _sound(self) -> RunConfig:
+        require_adapter(self.trainer.method, self.transfer)
+        if not CODECS[self.transfer.codec].exact:
+            exact = " or ".join(repr(name) for name, codec in CODECS.items() if codec.exact)
+            raise ValueError(
+                f"transfer.codec = '{self.transfer.codec}' changes the weights on their way, and after each update a run proves "
+                f"that the engine scores as the trainer does; use {exact}"
+            )
         recipes = [self.learn, self.adapt or self.learn]
         if self.placement.mode == "disaggregated" and any(r.rl.max_off_policy_steps == 0 and r.rl.steps for r in recipes):
             raise ValueError(
