@@ -76,7 +76,8 @@ def running(model_folder: Path) -> Iterator[Running]:
 def publish(publisher: Publisher, tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, Any]:
     """What the engine is told, after a way over HTTP."""
     try:
-        fill(publisher.begin(), tensors.items())
+        publisher.begin()
+        fill(publisher, tensors.items())
         told: dict[str, Any] = json.loads(json.dumps(publisher.finish(version).as_dict()))
     finally:
         publisher.abort()

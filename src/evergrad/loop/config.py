@@ -348,7 +348,7 @@ class RunConfig(Config):
         if not CODECS[self.transfer.codec].exact:
             exact = " or ".join(repr(name) for name, codec in CODECS.items() if codec.exact)
             raise ValueError(
-                f"transfer.codec = '{self.transfer.codec}' changes the weights on their way, and after each update a run proves "
+                f"transfer.codec = '{self.transfer.codec}' changes the weights on their way, and after an update a run proves "
                 f"that the engine scores as the trainer does; use {exact}"
             )
         recipes = [self.learn, self.adapt or self.learn]

@@ -47,9 +47,8 @@ class TrainerService:
         """Writes the weights straight into the slot that nobody reads; returns what an engine needs to take them."""
         self.trainer.check_finite()
         publisher = self._opened()
-        views = publisher.begin()
         try:
-            self.trainer.write_weights(views, publisher.written)
+            self.trainer.write_weights(publisher)
             manifest = publisher.finish(body.policy_version)
         finally:
             publisher.abort()

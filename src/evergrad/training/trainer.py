@@ -47,9 +47,8 @@ from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
 from evergrad.training.reading import Columns, in_order, read_off
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.training.updates import merged, mini_batches, with_proximal
-from evergrad.transfer import load_adapter, load_tensors, merge_lora, whole_folder
+from evergrad.transfer import Publisher, load_adapter, load_tensors, merge_lora, whole_folder
 from evergrad.transfer.files import write_safetensors
-from evergrad.transfer.link import copy_bytes
 from evergrad.transfer.proof import all_finite
 from evergrad.types import TrainingBatch, TrainingSample
 
@@ -367,22 +366,24 @@ class Trainer:
         for name, layer in self._lora.items():
             yield f"{name}.weight", merge_lora(*self._lora_parts(name), layer.scale)
 
-    def write_weights(self, views: Mapping[str, Tensor], written: Callable[[str], None] = lambda name: None) -> None:
-        """Writes what is to be published into ``views``, which are as :meth:`layout` says: the parts of the adapter under
-        PEFT's names where the configuration says so, else :meth:`named_weights`, without making them first. ``written`` is told
-        each name when its view is complete."""
+    def write_weights(self, publisher: Publisher) -> None:
+        """Begins a version of ``publisher``, which is made for :meth:`layout`, and fills it: with the adapter, named as in PEFT,
+        where the configuration says so, else with :meth:`named_weights`, without making them first.
+
+        Raises:
+            TransferError: the publisher has no room for it.
+        """
+        views = publisher.begin()
         if self.config.transfer.adapter_only:
             for name, here in adapter_names(self._lora):
-                copy_bytes(self._whole(here).detach(), views[name])
-                written(name)
+                publisher.write(name, self._whole(here))
             return
         if self.config.method == "full":
             for name in self._parameters:
-                copy_bytes(self._whole(name).detach(), views[name])
-                written(name)
+                publisher.write(name, self._whole(name))
         for name, layer in self._lora.items():
             merge_lora(*self._lora_parts(name), layer.scale, out=views[f"{name}.weight"])
-            written(f"{name}.weight")
+            publisher.written(f"{name}.weight")
 
     def adapter(self) -> dict[str, Any] | None:
         """PEFT's configuration of the adapter, where its parts are what is published."""

@@ -21,16 +21,23 @@ class Publisher(Protocol):
     """The end that has the weights."""
 
     @property
+    def layout(self) -> Layout: ...
+
+    @property
     def descriptor(self) -> dict[str, Any]:
         """All that a receiver needs to attach; JSON values."""
         ...
 
     def begin(self) -> dict[str, torch.Tensor]:
-        """Views to be filled entirely before :meth:`finish`; the names of those that are, to be told to :meth:`written`."""
+        """Views, each to be filled before :meth:`finish`: by :meth:`write`, or by who then calls :meth:`written`."""
+        ...
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Begins to copy a tensor into its view; it must not change before :meth:`finish`."""
         ...
 
     def written(self, name: str) -> None:
-        """Says that one is filled, so that its checksum is computed while the next is."""
+        """Says that a view has been filled by the caller, so that its checksum is computed meanwhile."""
         ...
 
     def finish(self, policy_version: int) -> Manifest | Shipment:

@@ -22,9 +22,8 @@ from evergrad.transfer.layout import TensorSpec
 T = TypeVar("T")
 R = TypeVar("R")
 
-_CHUNK = 1 << 17
-"""Elements that are summed, then hashed, before the next are touched; in float32 half a megabyte, which any second-level cache
-holds."""
+_CHUNK_BYTES = 1 << 19
+"""Bytes that are copied or summed, then hashed, before the next are touched; second-level caches hold twice that."""
 _MOST_THREADS = 8
 _SUMMED = {torch.float32, torch.float64}
 
@@ -48,11 +47,9 @@ def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite."""
     if not tensor.numel():
         return True
-    if tensor.dtype in _SUMMED and tensor.is_contiguous():
-        flat = tensor.detach().view(-1)
-        # A sum of squares is finite only if every square is; the other way round it may overflow, and the values are looked at.
-        if bool(torch.isfinite(torch.dot(flat, flat))):
-            return True
+    # What is not finite makes no finite sum. Finite values can, by overflow, make one that is not: then they are looked at.
+    if tensor.dtype in _SUMMED and bool(torch.isfinite(tensor.detach().sum())):
+        return True
     # Smallest and largest are NaN when any value is, and finding them needs no memory.
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
 
@@ -63,12 +60,28 @@ def checksum_and_finite(tensor: torch.Tensor) -> tuple[str, bool]:
         return checksum(tensor), not tensor.is_floating_point() or all_finite(tensor)
     values = tensor.detach().reshape(-1).numpy()
     digest, finite = xxhash.xxh3_64(), True
-    for start in range(0, len(values), _CHUNK):
-        chunk = values[start : start + _CHUNK]
+    step = _CHUNK_BYTES // tensor.element_size()
+    for start in range(0, len(values), step):
+        chunk = values[start : start + step]
         with np.errstate(over="ignore", invalid="ignore"):
-            finite = finite and bool(np.isfinite(np.dot(chunk, chunk)))
-        digest.update(chunk.view(np.uint8))
+            finite = finite and bool(np.isfinite(np.add.reduce(chunk)))
+        digest.update(chunk.view(np.uint8).data)
     return str(digest.hexdigest()), finite or all_finite(tensor)
+
+
+def copy_and_checksum(source: torch.Tensor, target: torch.Tensor) -> str:
+    """``target.copy_(source)``, and the checksum of what is there then; contiguous, on the CPU."""
+    alike = source.dtype == target.dtype and source.is_contiguous() and source.device == target.device
+    if not alike or not source.numel():
+        target.copy_(source)
+        return checksum(target)
+    old, new = source.reshape(-1).view(torch.uint8).numpy(), target.view(-1).view(torch.uint8).numpy()
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(old), _CHUNK_BYTES):
+        part = slice(start, start + _CHUNK_BYTES)
+        new[part] = old[part]
+        digest.update(new[part].data)
+    return str(digest.hexdigest())
 
 
 def side_by_side(function: Callable[[T], R], named: Mapping[str, T]) -> dict[str, R]:

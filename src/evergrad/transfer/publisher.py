@@ -82,8 +82,12 @@ class WirePublisher:
         self._outbox.withdraw(self._offered.pop(self._slots.writing, frozenset()))
         return views
 
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """See :meth:`SlotPublisher.write`."""
+        self._slots.write(name, tensor)
+
     def written(self, name: str) -> None:
-        """Says that a tensor is complete, so that its checksum is computed while the next one is written."""
+        """See :meth:`SlotPublisher.written`."""
         self._slots.written(name)
 
     def finish(self, policy_version: int) -> Shipment:
@@ -121,9 +125,9 @@ class WirePublisher:
         Raises:
             TransferError: a name is unknown, missing or doubled, a shape differs, or the transport refused.
         """
-        views = self.begin()
+        self.begin()
         try:
-            fill(views, named_tensors, self.written)
+            fill(self, named_tensors)
             return self.finish(policy_version)
         finally:
             self.abort()

@@ -15,16 +15,16 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from evergrad.transfer.layout import Layout, Manifest, TransferError
-from evergrad.transfer.link import Receipt, copy_bytes, memory_gb_per_s
-from evergrad.transfer.proof import checksum, checksum_and_finite, proofs, side_by_side
+from evergrad.transfer.link import Receipt, memory_gb_per_s
+from evergrad.transfer.proof import checksum, checksum_and_finite, copy_and_checksum, proofs, side_by_side
 from evergrad.transfer.slot_memory import MappedSlot, OwnedSlot, lock, unlock, views_over
 
 _FORMAT = 1
@@ -106,8 +106,21 @@ class SlotPublisher:
             "both slots are in use by receivers", hint="bring every engine to the newest version, or detach the one left behind"
         )
 
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Begins to copy ``tensor`` (cast to the layout's dtype) to its place; it must not change before :meth:`finish`.
+
+        Raises:
+            TransferError: the layout has no such name, or another shape.
+        """
+        view = self._views[self.writing].get(name)
+        if view is None:
+            raise TransferError(f"'{name}' is not in the layout")
+        if tensor.shape != view.shape:
+            raise TransferError(f"'{name}' is {tuple(tensor.shape)}, the layout says {tuple(view.shape)}")
+        self._sums[name] = proofs().submit(copy_and_checksum, tensor.detach(), view)
+
     def written(self, name: str) -> None:
-        """Says that a tensor is complete, so that its checksum is computed while the next one is written."""
+        """Says that the caller has filled a view himself, so that its checksum is computed meanwhile."""
         self._sums[name] = proofs().submit(checksum, self._views[self.writing][name])
 
     def finish(self, policy_version: int, checksums: Mapping[str, str] | None = None) -> Manifest:
@@ -134,6 +147,7 @@ class SlotPublisher:
     def abort(self) -> None:
         """Gives the slot that is being written back, unsealed. Does nothing when none is."""
         if self._writing is not None:
+            wait(self._sums.values())  # nobody may write there once the lock is gone
             unlock(self._slots[self._writing].fd)
             self._writing = None
 
@@ -144,9 +158,9 @@ class SlotPublisher:
             TransferError: a name is unknown, missing or doubled, a shape differs, or both slots are in use. No receiver has
                 been told of anything, so whatever was served still is.
         """
-        views = self.begin()
+        self.begin()
         try:
-            fill(views, named_tensors, self.written)
+            fill(self, named_tensors)
             return self.finish(policy_version)
         finally:
             self.abort()
@@ -317,27 +331,28 @@ class SlotReceiver:
         return self._prepared
 
 
-def fill(
-    views: Mapping[str, torch.Tensor],
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
-    written: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Copies each tensor to its namesake among ``views``, cast to that one's dtype, and tells ``written`` each name.
+class _Writable(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+
+    def write(self, name: str, tensor: torch.Tensor) -> None: ...
+
+
+def fill(publisher: _Writable, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Has each tensor written, between ``begin`` and ``finish``.
 
     Raises:
         TransferError: a name is unknown, missing or doubled, or a shape differs.
     """
-    missing = dict.fromkeys(views)
+    missing = dict.fromkeys(spec.name for spec in publisher.layout.tensors)
+    count = len(missing)
     for name, tensor in named_tensors:
+        publisher.write(name, tensor)
         if name not in missing:
-            raise TransferError(f"'{name}' is {'doubled' if name in views else 'not in the layout'}")
-        if tensor.shape != views[name].shape:
-            raise TransferError(f"'{name}' is {tuple(tensor.shape)}, the layout says {tuple(views[name].shape)}")
-        copy_bytes(tensor.detach(), views[name])
-        written(name)
+            raise TransferError(f"'{name}' is doubled")
         del missing[name]
     if missing:
-        raise TransferError(f"{len(missing)} of {len(views)} tensors missing, first '{next(iter(missing))}'")
+        raise TransferError(f"{len(missing)} of {count} tensors missing, first '{next(iter(missing))}'")
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
