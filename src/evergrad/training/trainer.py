@@ -367,8 +367,8 @@ class Trainer:
             yield f"{name}.weight", merge_lora(*self._lora_parts(name), layer.scale)
 
     def write_weights(self, publisher: Publisher) -> None:
-        """Begins a version of ``publisher``, which is made for :meth:`layout`, and fills it: with the adapter, named as in PEFT,
-        where the configuration says so, else with :meth:`named_weights`, without making them first.
+        """Begins a version of ``publisher``, which is made for :meth:`layout`, and fills it with :meth:`named_weights`, without
+        making them first; or with the adapter under PEFT's names, where the configuration says so.
 
         Raises:
             TransferError: the publisher has no room for it.
