@@ -138,14 +138,19 @@ async def under_load(
     await decode(client, 12)
     step_s = (time.perf_counter() - started) / (await num_steps(client) - before)
     pauses: list[float] = []
+    running = asyncio.create_task(decode_on(client))
     for version in range(1000, 1000 + rounds):
-        running = asyncio.create_task(decode(client, 24))
-        await asyncio.sleep(4 * step_s)
+        await asyncio.sleep(2 * step_s)
         manifest = await asyncio.to_thread(publisher.stage, weights.items(), version)
         pauses.append(float((await client.update_weights(manifest.as_dict()))["pause_s"]))
-        assert not running.done(), "the rows must still be decoding when the weights change"
-        await running
+    assert not running.done(), "the rows must still be decoding when the weights change"
+    running.cancel()
     return pauses, step_s
+
+
+async def decode_on(client: EngineClient) -> None:
+    while True:
+        await decode(client, 32)
 
 
 async def decode(client: EngineClient, new_tokens: int) -> None:

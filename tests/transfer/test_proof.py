@@ -8,7 +8,7 @@ import xxhash
 
 from evergrad.transfer.proof import all_finite, checksum, checksum_and_finite, copy_and_checksum, side_by_side
 
-SIZES = [0, 1, 7, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 300_000]
+SIZES = [0, 1, 7, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 300_000]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
@@ -24,7 +24,7 @@ def test_one_pass_says_what_two_would(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("place", [0, 131_071, 131_072, -1])
+@pytest.mark.parametrize("place", [0, 65_535, 65_536, -1])
 def test_one_odd_value_anywhere_is_found(dtype: torch.dtype, value: float, place: int) -> None:
     tensor = torch.ones(200_000, dtype=dtype)
     tensor[place] = value
@@ -43,8 +43,8 @@ def test_a_copy_and_its_checksum(size: int, dtype: torch.dtype) -> None:
         assert torch.equal(target, tensor.to(dtype))
 
 
-def test_values_whose_sum_overflows_are_finite_all_the_same() -> None:
-    tensor = torch.full((1000,), 3e38)
+def test_the_largest_values_there_are_pass() -> None:
+    tensor = torch.full((200_000,), torch.finfo(torch.float32).max)
     assert all_finite(tensor)
     assert checksum_and_finite(tensor) == (checksum(tensor), True)
 
