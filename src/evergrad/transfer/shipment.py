@@ -60,7 +60,7 @@ class Payload:
             Item(str(i["key"]), str(i["codec"]), tuple(_part(p) for p in i["parts"]), str(i["checksum"]), bool(i["exact"]))
             for i in data["items"]
         )
-        base = None if data["base_version"] is None else int(data["base_version"])
+        base = None if data.get("base_version") is None else int(data["base_version"])  # absent and null are the same
         return cls(str(data["name"]), int(data["policy_version"]), base, str(data["codec"]), int(data["num_bytes"]), items)
 
 
