@@ -19,13 +19,13 @@ from typing import Any, Self
 
 import torch
 
-from evergrad.transfer.codecs import codec_named
+from evergrad.transfer.codecs import Encoded, codec_named
 from evergrad.transfer.files import tensor_bytes
 from evergrad.transfer.layout import ALIGNMENT, Layout, Manifest, TensorSpec
 from evergrad.transfer.link import copy_bytes
 from evergrad.transfer.placements import region
 from evergrad.transfer.plan import Copy, Plan
-from evergrad.transfer.proof import checksum, checksum_of_parts
+from evergrad.transfer.proof import checksum, checksum_of_parts, proofs
 from evergrad.transfer.shipment import Item, Payload, Shipment, view_of, whole_plan
 from evergrad.transfer.slots import SlotPublisher, dtype_name, fill
 from evergrad.transfer.transports import Outbox
@@ -178,10 +178,14 @@ class WirePublisher:
         items, offset = [], 0
         views = self._slots.views(sealed.slot)
         before = None if base is None else self._slots.views(base.slot)
-        for copy in self._copies:
+
+        def encode(copy: Copy) -> tuple[torch.Tensor, Encoded]:
             tensor = region(views, copy.source, copy.shape).contiguous()
             previous = None if before is None else region(before, copy.source, copy.shape).contiguous()
-            encoded = codec_named(codec).encode(tensor, previous)
+            return tensor, codec_named(codec).encode(tensor, previous)
+
+        # Encoded side by side, laid one behind the other.
+        for copy, (tensor, encoded) in zip(self._copies, proofs().map(encode, self._copies), strict=True):
             parts = []
             for number, part in enumerate(encoded.parts):
                 spec = TensorSpec(str(number), tuple(part.shape), dtype_name(part.dtype), offset)
