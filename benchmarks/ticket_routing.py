@@ -1,7 +1,7 @@
 """A task of closed classes with the long instructions of a real agent: which desk gets a ticket.
 
 The tiny model cannot read the instructions; it has to find out from rewards which verb belongs to which desk. Demonstrations
-are of the weeks in which the rules changed: seven in ten follow the old ones, under which each verb belonged to the next desk.
+are of the weeks in which the rules changed: six in ten follow the old ones, under which each verb belonged to the next desk.
 So the start reads the verb and mostly answers wrong.
 """
 
@@ -42,7 +42,7 @@ class TicketRouting(Environment):
         while True:
             verb, desk = rng.choice(list(DESKS.items()))
             prompt = f"Please {verb} the {rng.choice(ITEMS)} of order K{rng.randint(10, 999)}."
-            old = config.shown and rng.random() < 0.7
+            old = config.shown and rng.random() < 0.6
             yield TaskRow(prompt, {"desk": OLD_DESKS[verb] if old else desk})
 
     @reward

@@ -234,6 +234,9 @@ class Turn:
     prompt_token_ids: tuple[int, ...]
     """The whole context of this call, exactly as the engine saw it."""
     completion: Completion
+    reward: float | None = None
+    """What the environment gave for this turn alone; ``None`` where it gives none. It is learned from, beside the rollout's
+    reward, and is no part of a score."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "generalized"', ["a critic's values", "[critic] table", "reinforce_pp"]),
         ("[placement]", "[critic]\n[placement]", ["no stage would ask the critic", "generalized"]),
         ("lr = 1e-3", "lr = 1e-3\ngae = { lam = 0.9 }", ["does not read gae", "generalized"]),
+        ("lr = 1e-3", "lr = 1e-3\nturn_discount = 0.9", ["does not read turn_discount", "turn_mean"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "reinforce_pp"\nreplace_groups = 2', ["replace_groups = 0", "group_mean"]),
         (
             "groups_per_step = 4\ngroup_size = 4",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,6 +206,21 @@ async def test_compared_with_the_batch_a_group_of_equal_rewards_says_something()
         await buffer.advance(step + 1)
     with pytest.raises(BufferStopped, match="equal rewards throughout"):
         await buffer.acquire()
+
+
+@pytest.mark.parametrize("estimator", ["group_mean", "turn_mean", "turn_normalized", "generalized"])
+async def test_turns_that_earned_differently_tell_something_where_ends_do_not(estimator: str) -> None:
+    buffer = Buffer(groups_per_batch=1, max_off_policy_steps=0, estimator=estimator, flat_batches_allowed=0)
+    told = group("g", [1.0, 1.0])
+    first, second = told.rollouts
+    first = replace(first, turns=(replace(first.turns[0], reward=0.5),))
+    await buffer.put(await take_ticket(buffer), replace(told, rollouts=(first, second)))
+    batch = await buffer.take_batch()
+    assert batch.metrics["informative_groups"] == 1
+    assert (batch.metrics["reward_mean"], batch.metrics["turn_reward_mean"]) == (1.0, 0.25), "scores leave turns out"
+    await buffer.advance(1)
+    await buffer.put(await take_ticket(buffer), group("g", [1.0, 1.0], 1))
+    assert (await buffer.take_batch()).metrics["informative_groups"] == 0
 
 
 async def test_where_rewards_play_no_part_equal_ones_stop_nothing() -> None:

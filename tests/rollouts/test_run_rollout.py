@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -65,6 +66,83 @@ async def test_each_fault_has_its_name(
     assert rollout.fault.startswith(fault)
     assert rollout.reward == (0.0 if outcome is Outcome.POLICY_FAULT else None)
     assert len(rollout.turns) == len(texts), "the turns up to the fault are kept"
+
+
+STEPWISE = """
+import asyncio
+from evergrad.envs import Environment, TaskRow, reward, tool
+from evergrad.types import Limits
+
+class Stepwise(Environment):
+    limits = Limits(max_turns=3, max_tokens_per_turn=80, max_total_tokens=600)
+
+    @classmethod
+    def tasks(cls, rng, config):
+        for number in range(1000):
+            yield TaskRow(f"Say {number}.", {"number": number})
+
+    @tool
+    async def look(self) -> str:
+        return "seen"
+
+    @reward
+    async def right(self, answer: str) -> float:
+        return float(answer == str(self.facts["number"]))
+
+    @reward(per_turn=True, weight=0.5)
+    async def looked(self, reply: str) -> float:
+        if reply == "nan":
+            return float("nan")
+        if reply == "raise":
+            raise ValueError("cannot say")
+        return float(reply == "look()" and self.calls[-1].result == "seen")
+
+    @reward(per_turn=True, weight=-1.0)
+    async def slow(self, reply: str) -> float:
+        if reply == "think":
+            await asyncio.sleep(1.2)
+        return 0.125
+"""
+
+
+async def test_a_turn_has_a_reward_of_its_own_beside_the_verified_one(tmp_path: Path, renderer: Renderer) -> None:
+    path = tmp_path / "stepwise.py"
+    path.write_text(STEPWISE)
+    taskset = Taskset(str(path))
+    right = str(taskset.tasks("train", 1)[0].metadata["number"])
+    rollout = await say(taskset, renderer, "look()", "look(", right)
+    assert [turn.reward for turn in rollout.turns] == [0.375, -0.125, -0.125]
+    assert (rollout.outcome, rollout.reward, rollout.reward_parts) == (Outcome.SCORED, 1.0, {"right": 1.0})
+    # Cut off before the environment heard it: no reward for that turn, and the others keep theirs.
+    rollout = await say(taskset, renderer, "look()", "x" * 500)
+    assert [turn.reward for turn in rollout.turns] == [0.375, None]
+    assert rollout.outcome is Outcome.POLICY_FAULT
+    for text, fault in (("nan", "looked gave nan, not a number"), ("raise", "looked raised ValueError: cannot say")):
+        rollout = await say(taskset, renderer, "look()", text)
+        assert (rollout.outcome, rollout.reward) == (Outcome.VERIFIER_FAULT, None)
+        assert rollout.fault.startswith(f"verifier: {fault}")
+        assert [turn.reward for turn in rollout.turns] == [0.375, None]
+
+
+async def test_judging_a_turn_takes_nothing_of_the_rollouts_time(tmp_path: Path, renderer: Renderer) -> None:
+    path = tmp_path / "stepwise.py"
+    path.write_text(STEPWISE)
+    taskset = Taskset(str(path))
+    task = taskset.tasks("train", 1)[0]
+    task = replace(task, limits=replace(task.limits, rollout_timeout_s=1.0, score_timeout_s=30.0))
+    rollout = await say(taskset, renderer, "think", task=task)
+    assert (rollout.outcome, rollout.turns[0].reward) == (Outcome.SCORED, -0.125)
+    task = replace(task, limits=replace(task.limits, score_timeout_s=0.5))
+    rollout = await say(taskset, renderer, "think", task=task)
+    assert rollout.fault == "verifier: slow took more than 0.5 s"
+
+
+async def test_rewards_of_turns_alone_do_not_make_a_score(tmp_path: Path, renderer: Renderer) -> None:
+    path = tmp_path / "endless.py"
+    path.write_text(STEPWISE.replace("    @reward\n", ""))
+    rollout = await say(Taskset(str(path)), renderer, "0")
+    assert rollout.outcome is Outcome.VERIFIER_FAULT
+    assert "no @reward method for the end" in rollout.fault
 
 
 async def test_a_slip_is_told_to_the_model_which_can_recover(troubled: Taskset, renderer: Renderer) -> None:

@@ -16,6 +16,7 @@ from evergrad.rollouts import (
     assign_advantages,
     cut_samples,
     estimate,
+    estimate_turns,
     generalized_advantages,
 )
 from evergrad.rollouts._samples import over_batch
@@ -34,10 +35,15 @@ from evergrad.types import (
 )
 
 
-def turn(prompt: tuple[int, ...], ids: tuple[int, ...], spans: tuple[PolicySpan, ...] | None = None) -> Turn:
+def turn(
+    prompt: tuple[int, ...],
+    ids: tuple[int, ...],
+    spans: tuple[PolicySpan, ...] | None = None,
+    reward: float | None = None,
+) -> Turn:
     logprobs = tuple(-float(each) / 100 for each in ids)
     spans = spans or (PolicySpan(0, 0, len(ids)),)
-    return Turn((), prompt, Completion(ids, logprobs, FinishReason.STOP, spans, Usage(len(prompt), 0, len(ids))))
+    return Turn((), prompt, Completion(ids, logprobs, FinishReason.STOP, spans, Usage(len(prompt), 0, len(ids))), reward)
 
 
 def rollout(
@@ -216,6 +222,110 @@ def test_turn_by_turn_the_walk_has_one_step_a_turn() -> None:
     deviation = math.sqrt((2 * (first - mean) ** 2 + (second - mean) ** 2) / 3)
     whitened = [(each - mean) / deviation for each in (first, first, second)]
     assert found.advantages == pytest.approx((0.0, *whitened[:2], 0.0, whitened[2]))
+
+
+def uneven_turns() -> RolloutGroup:
+    """Rollout a: turns of 2, 3 and 1 tokens that earn 0.5, nothing and −0.25, reward 1; the third begins a sample of its own.
+    Rollout b: one turn of 2 tokens that earns 0.1, reward 0. Rollout c: two turns of 1 and 2 that earn nothing, reward 1."""
+    a = (turn((1,), (2, 3), reward=0.5), turn((1, 2, 3, 9), (4, 5, 6), reward=0.0), turn((8, 9), (7,), reward=-0.25))
+    b = (turn((1,), (20, 21), reward=0.1),)
+    c = (turn((1,), (30,), reward=0.0), turn((1, 30, 9), (31, 32), reward=0.0))
+    return RolloutGroup("g", (rollout("a", a, 1.0), rollout("b", b, 0.0), rollout("c", c, 1.0)))
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_each_turn_carries_its_own_return_to_go_less_what_the_group_earned_from_that_turn_on(discount: float) -> None:
+    samples = cut_samples(uneven_turns(), "turn_mean", oldest_version=None, turn_discount=discount).samples
+    returns = {
+        "a": [0.5 + discount**2 * 0.75, discount * 0.75, 0.75],
+        "b": [0.1],
+        "c": [discount * 1.0, 1.0],
+    }
+    first = sum(each[0] for each in returns.values()) / 3
+    second = (returns["a"][1] + returns["c"][1]) / 2
+    expected = {
+        "a": [returns["a"][0] - first, returns["a"][1] - second, 0.0],  # nobody else reached the third turn
+        "b": [0.1 - first],
+        "c": [returns["c"][0] - first, 1.0 - second],
+    }
+    found = {sample.rollout_id: [] for sample in samples}
+    for sample in samples:
+        found[sample.rollout_id] += [a for a, mask in zip(sample.advantages, sample.loss_mask, strict=True) if mask]
+        assert not any(a for a, mask in zip(sample.advantages, sample.loss_mask, strict=True) if not mask)
+    lengths = {"a": [2, 3, 1], "b": [2], "c": [1, 2]}
+    for name, advantages in expected.items():
+        tokens = [each for each, length in zip(advantages, lengths[name], strict=True) for _ in range(length)]
+        assert found[name] == pytest.approx(tokens, abs=1e-12), name
+
+
+def test_whole_rollouts_are_compared_by_all_that_they_earned() -> None:
+    samples = assign_advantages(uneven_turns())
+    totals = {"a": 1.25, "b": 0.1, "c": 1.0}
+    for name, total in totals.items():
+        assert list(advantages_of(samples, name)) == pytest.approx([total - sum(totals.values()) / 3])
+
+
+@given(
+    rewards=st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), min_size=1, max_size=5),
+    discount=st.sampled_from([1.0, 0.9]),
+)
+def test_turn_by_turn_advantages_add_up_to_nothing_at_each_turn_and_stay_finite(
+    rewards: list[list[float]], discount: float
+) -> None:
+    for name in ("turn_mean", "turn_normalized"):
+        found = estimate_turns(name, rewards, discount)
+        assert [len(each) for each in found] == [len(each) for each in rewards]
+        for place in range(5):
+            column = [each[place] for each in found if len(each) > place]
+            assert math.fsum(column) == pytest.approx(0.0, abs=1e-8)
+            if name == "turn_normalized":
+                assert all(abs(each) <= math.sqrt(len(column)) * (1 + 1e-6) for each in column)
+    one_turn = [[math.fsum(each)] for each in rewards]
+    assert estimate_turns("turn_mean", one_turn) == [[each] for each in estimate("group_mean", [r for (r,) in one_turn])]
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_turn_that_earned_no_number_is_named(name: str, broken: float) -> None:
+    with pytest.raises(EvergradError, match=f"reward 1 of 2 is {broken}, in turn 2"):
+        estimate_turns(name, [[0.0, 1.0], [0.0, broken]])
+
+
+def test_a_critic_is_told_what_each_turn_earned_where_it_was_earned() -> None:
+    group = uneven_turns()
+    samples = cut_samples(group, "generalized", oldest_version=None).samples
+    assert [(s.rollout_id, s.rewards) for s in samples] == [
+        ("a", (0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0)),
+        ("a", (0.0, 0.0, 0.75)),
+        ("b", (0.0, 0.0, 0.1)),
+        ("c", (0.0, 0.0, 0.0, 0.0, 1.0)),
+    ]
+    # What an over-age turn earned goes to the last trained token before it; nothing that is trained came before the first.
+    old, new = (PolicySpan(3, 0, 1),), (PolicySpan(4, 0, 1),)
+    turns = (
+        turn((1,), (2,), old, reward=0.5),
+        turn((1, 2, 9), (3,), new, reward=0.25),
+        turn((1, 2, 9, 3, 9), (4,), old, reward=0.125),
+    )
+    aged = RolloutGroup("g", (rollout("a", turns, 1.0),))
+    (sample,) = cut_samples(aged, "generalized", oldest_version=4).samples
+    assert sample.rewards == (0.0, 0.0, 0.0, 1.375, 0.0, 0.0)
+
+
+def test_turn_by_turn_a_critics_walk_gathers_the_rewards_of_its_turns() -> None:
+    """γ = 0.5 and λ = 0.5 per turn; values 0.2, 0.4, 0.3 before the turns of a, 0.1 before b's, 0.6 and 0.7 before c's."""
+    samples = cut_samples(uneven_turns(), "generalized", oldest_version=None).samples
+    values = [(0.0, 0.2, 9.0, 0.0, 0.4, 9.0, 9.0), (0.0, 0.0, 0.3), (0.0, 0.1, 9.0), (0.0, 0.6, 0.0, 0.7, 9.0)]
+    valid = sum(sum(sample.loss_mask) for sample in samples)
+    found = appraise(TrainingBatch(samples, valid), values, GaeConfig(step="turn", discount=0.5, lam=0.5)).samples
+    third = 0.75 - 0.3
+    second = 0.0 + 0.5 * 0.3 - 0.4 + 0.25 * third
+    first = 0.5 + 0.5 * 0.4 - 0.2 + 0.25 * second
+    assert found[0].returns == pytest.approx((0.0, *[first + 0.2] * 2, 0.0, *[second + 0.4] * 3))
+    assert found[1].returns == pytest.approx((0.0, 0.0, third + 0.3))
+    assert found[2].returns == pytest.approx((0.0, 0.1, 0.1))
+    last = 1.0 - 0.7
+    assert found[3].returns == pytest.approx((0.0, 0.5 * 0.7 - 0.6 + 0.25 * last + 0.6, 0.0, 1.0, 1.0))
 
 
 def test_the_price_on_length_falls_in_a_line() -> None:

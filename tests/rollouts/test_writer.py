@@ -15,7 +15,7 @@ from evergrad.types import Completion, EvergradError, FinishReason, Message, Out
 
 COMPLETION = Completion((5, 6), (-0.25, -0.5), FinishReason.STOP, (PolicySpan(3, 0, 2),))
 ROLLOUT = Rollout(
-    "g/0", "g", "t", (Turn((Message("user", "hé\n"), Message("assistant", "x")), (1,), COMPLETION),), Outcome.SCORED, 1.0
+    "g/0", "g", "t", (Turn((Message("user", "hé\n"), Message("assistant", "x")), (1,), COMPLETION, 0.25),), Outcome.SCORED, 1.0
 )
 
 
@@ -39,6 +39,7 @@ def test_a_step_is_readable_while_it_runs_and_renamed_when_complete(tmp_path: Pa
     assert len(rest) == 2
     assert record["turns"][0]["completion"]["token_ids"] == [5, 6]
     assert record["turns"][0]["messages"][0]["content"] == "hé\n"
+    assert record["turns"][0]["reward"] == 0.25
     assert (record["outcome"], record["reward"], record["success"]) == ("scored", 1.0, True)
 
 

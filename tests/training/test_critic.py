@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evergrad.training import LossConfig, TrainerError, UpdatesConfig
+from evergrad.training.ranks import Ranks
 from evergrad.training.trainer import Trainer
 from evergrad.types import TrainingBatch, TrainingSample
 from tests.training.conftest import make_batch, make_sample
@@ -73,7 +74,7 @@ def test_the_gradient_is_that_of_a_plain_value_loss_on_states_of_plain_transform
                 total = total + 0.5 * torch.maximum((value - goal) ** 2, (near - goal) ** 2) / batch.num_valid_tokens
     total.backward()  # type: ignore[no-untyped-call]
     assert_close(found, {name: parameter.grad for name, parameter in layers.items() if parameter.grad is not None}, 1e-6)
-    assert critic.optim_step()["value_loss"] == pytest.approx(total.item(), abs=1e-6)
+    assert critic.optim_step(Ranks())["value_loss"] == pytest.approx(total.item(), abs=1e-6)
 
 
 def test_the_policy_moves_as_if_there_were_no_critic(model_folder: Path) -> None:

@@ -89,7 +89,8 @@ def test_the_block_cut_is_the_ancestor_relation(items: list[TrainedTokens], max_
         assert keys == plan.key_index[block.gathered].tolist()
         assert len(set(keys)) == len(keys)
         for row, query in enumerate(range(block.queries.start, block.queries.stop)):
-            seen = {key for column, key in enumerate(keys) if block.bias[row, column] == 0}
+            closed = keys[block.num_open :]
+            seen = {*keys[: block.num_open], *(key for column, key in enumerate(closed) if block.bias[row, column] == 0)}
             ancestors = {node for node in range(query + 1) if query < forest.ends[node]}
             if window is not None:
                 ancestors = {node for node in ancestors if forest.depths[query] - forest.depths[node] < window}

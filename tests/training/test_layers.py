@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GemmaConfig, LlamaConfig
+from transformers import CohereConfig, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from evergrad.training.attention import ATTENTION_NAME, AttentionPlans
+from evergrad.training.forest import Forest, TrainedTokens, plant
 from evergrad.training.layers import gated_feed_forward, rms_norm, write_out_backward
+from evergrad.training.rotary_attention import rotary_attention
+from tests.training.conftest import make_sample
 
 WIDTH, INNER = 12, 20
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "hidden_size": WIDTH, "vocab_size": 32}
 
 
 def double(*shape: int) -> torch.Tensor:
@@ -34,6 +44,99 @@ def test_frozen_weights_get_no_gradient(frozen: tuple[int, ...]) -> None:
     for number in frozen:
         weights[number].requires_grad_(False)
     assert torch.autograd.gradcheck(gated_feed_forward, (double(5, WIDTH), *weights))
+
+
+def forest() -> Forest:
+    """Three samples that leave one another at the third and fifth of seven tokens."""
+    samples = [make_sample([1, 2, 3, 4, 5], [6, 7, 8]), make_sample([1, 2, 3, 4, 9], [9, 9, 9]), make_sample([1, 2], [5] * 6)]
+    (whole,) = plant([TrainedTokens(sample, np.array([7]), 1) for sample in samples], 10**6)
+    assert whole.num_nodes == 7 + 3 + 5
+    return whole
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (2, 3), (1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize(("key_heads", "window"), [(1, None), (2, 3), (4, None)])
+def test_gradients_of_attention_are_the_derivatives(key_heads: int, window: int | None, frozen: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    trees, width, heads = forest(), 6, 4
+    plan = AttentionPlans(trees, torch.device("cpu"), torch.float64).for_window(window)
+    given = [double(trees.num_nodes, WIDTH)]
+    given += [double(rows * width, WIDTH) for rows in (heads, key_heads, key_heads)]
+    given.append(double(WIDTH, heads * width))
+    for number in frozen:
+        given[number].requires_grad_(False)
+    angles = torch.randn(trees.num_nodes, width, dtype=torch.float64)
+
+    def attention(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return rotary_attention(x, weights, (angles.cos(), angles.sin()), plan, 0.4)  # type: ignore[arg-type]
+
+    assert torch.autograd.gradcheck(attention, given)
+
+
+def attention(kind: str = "llama", **fields: Any) -> nn.Module:
+    kinds: dict[str, tuple[Any, Any]] = {
+        "llama": (LlamaAttention, LlamaConfig),
+        "mistral": (MistralAttention, MistralConfig),
+        "cohere": (CohereAttention, CohereConfig),
+        "qwen3": (Qwen3Attention, Qwen3Config),
+    }
+    module, config = kinds[kind]
+    made: nn.Module = module(config(attn_implementation=ATTENTION_NAME, **HEADS, **fields), layer_idx=0)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made.eval()
+
+
+def attended(module: nn.Module, x: torch.Tensor, trees: Forest) -> torch.Tensor:
+    angles = torch.randn(1, trees.num_nodes, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(x)
+    plans = AttentionPlans(trees, torch.device("cpu"), x.dtype)
+    output: torch.Tensor = module(
+        hidden_states=x, position_embeddings=(angles.cos(), angles.sin()), attention_mask=None, forest_plans=plans
+    )[0]
+    return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("llama", {}), ("mistral", {"sliding_window": 3}), ("mistral", {"sliding_window": None})]
+)
+def test_equal_to_the_attention_that_is_replaced(kind: str, fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    theirs = attention(kind, **fields).double()
+    ours, trees = copy.deepcopy(theirs), forest()
+    write_out_backward(ours)
+    assert "forward" in vars(ours)
+    x = torch.randn(1, trees.num_nodes, WIDTH, dtype=torch.float64)
+    results = []
+    for module in (ours, theirs):
+        given = x.clone().requires_grad_()
+        output = attended(module, given, trees)
+        output.square().sum().backward()
+        results.append([output, given.grad, *(parameter.grad for parameter in module.parameters())])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+class ScaledQueries(LlamaAttention):
+    """One thing more between layers of the same names, too small to show where scores are small."""
+
+    def forward(self, hidden_states: torch.Tensor, **given: Any) -> Any:
+        self.q_proj.weight.mul_(1.001)
+        output = super().forward(hidden_states, **given)
+        self.q_proj.weight.div_(1.001)
+        return output
+
+
+@pytest.mark.parametrize("kind", ["cohere", "qwen3", "biases", "scaled queries", "all zero"])
+def test_other_forms_of_attention_are_left_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "scaled queries":
+        module: nn.Module = ScaledQueries(LlamaConfig(attn_implementation=ATTENTION_NAME, **HEADS), layer_idx=0)
+    else:
+        module = attention("llama", attention_bias=True) if kind == "biases" else attention(*{kind} - {"all zero"})
+    if kind == "all zero":
+        nn.init.zeros_(module.o_proj.weight)  # type: ignore[union-attr, arg-type]
+    write_out_backward(module)
+    assert "forward" not in vars(module)
 
 
 def norm() -> nn.Module:
@@ -62,6 +165,24 @@ def test_equal_to_the_layer_that_is_replaced(make: object) -> None:
         results.append([output, given.grad, *(parameter.grad for parameter in module.parameters())])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_later_micro_batches_add_to_the_gradient_that_is_there() -> None:
+    torch.manual_seed(0)
+    module, other, trees = feed_forward(), attention(), forest()
+    for replaced in (module, other):
+        write_out_backward(replaced)
+    x = torch.randn(1, trees.num_nodes, WIDTH)
+    for parameters, run in (
+        (list(module.parameters()), lambda: module(x)),
+        (list(other.parameters()), lambda: attended(other, x, trees)),
+    ):
+        run().sum().backward()
+        first, places = [p.grad.clone() for p in parameters], [p.grad.data_ptr() for p in parameters]
+        run().mul(2).sum().backward()
+        assert [p.grad.data_ptr() for p in parameters] == places
+        for parameter, alone in zip(parameters, first, strict=True):
+            torch.testing.assert_close(parameter.grad, 3 * alone, rtol=1e-5, atol=1e-5)
 
 
 def test_other_forms_are_left_alone() -> None:
@@ -141,6 +262,17 @@ def test_a_layer_with_adapters_or_bias_runs_its_own_forward() -> None:
     write_out_backward(adapted)
     adapted.up_proj = nn.Sequential(adapted.up_proj, nn.Tanh())  # as an adapter does: another module in its place
     assert not torch.allclose(adapted(x), gated_feed_forward(x, *(p for p in adapted.parameters())))
+
+
+def test_attention_with_adapters_runs_its_own_forward() -> None:
+    torch.manual_seed(0)
+    adapted, trees = attention(), forest()
+    expected = copy.deepcopy(adapted)
+    write_out_backward(adapted)
+    for module in (adapted, expected):
+        module.v_proj = nn.Sequential(module.v_proj, nn.Tanh())
+    x = torch.randn(1, trees.num_nodes, WIDTH)
+    assert torch.equal(attended(adapted, x, trees), attended(expected, x, trees))
 
 
 def test_another_dtype_takes_the_layers_own_path() -> None:

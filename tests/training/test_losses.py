@@ -237,6 +237,8 @@ REFERENCE = [-1.5, -2.5, -0.75]
         ),
         ("dpo", {"beta": 2.0, "length_normalized": True}, -math.log(sigmoid(2.0 * 0.75))),
         ("dpo", {"beta": 0.5, "rpo_alpha": 0.3}, -math.log(sigmoid(0.625)) + 0.3 * 1.5),
+        ("dpo", {"beta": 0.5, "reference_free": True}, -math.log(sigmoid(0.5 * (-3.0 + 1.0)))),
+        ("ipo", {"beta": 0.4, "reference_free": True}, (-1.5 + 1.0 - 1.25) ** 2),
         ("ipo", {"beta": 0.4}, (0.75 - 1.25) ** 2),
         ("ipo", {"beta": 0.4, "length_normalized": False}, (1.25 - 1.25) ** 2),
         ("simpo", {"beta": 2.0, "gamma": 1.5}, -math.log(sigmoid(2.0 * (-1.5 + 1.0) - 1.5))),
@@ -253,7 +255,8 @@ def test_preference_losses_are_their_closed_forms(name: str, options: dict[str, 
     rule = build(name, **options)
     assert rule(given).tolist() == pytest.approx([expected], abs=1e-12)
     assert rule.total(given, Totals(3, 2)).item() == pytest.approx(expected, abs=1e-12)
-    assert rule.figures(given)["pair_accuracy"].tolist() == [name != "simpo"]
+    assert rule.needs_reference == (name != "simpo" and not options.get("reference_free"))
+    assert rule.figures(given)["pair_accuracy"].tolist() == [rule.needs_reference]
     if name != "ipo":  # there the margin is already what it should be
         chosen = [g for g, a in zip(gradient(rule, given), advantages, strict=True) if a > 0]
         assert all(each < 0 for each in chosen)

@@ -136,10 +136,13 @@ def test_empty_batches_change_nothing(model_folder: Path) -> None:
     assert (metrics["updated"], metrics["loss"], metrics["trained_tokens"]) == (0, 0, 0)
 
 
-def test_an_adapter_export_is_base_plus_adapter_and_loads_in_peft(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}], ids=str)
+def test_an_adapter_export_is_base_plus_adapter_and_loads_in_peft(
+    model_folder: Path, tmp_path: Path, kind: dict[str, bool]
+) -> None:
     from peft import PeftModel
 
-    trainer, token_ids = new_trainer(model_folder), tuple(range(40, 60))
+    trainer, token_ids = new_trainer(model_folder, lora=kind), tuple(range(40, 60))
     base_logprobs = trainer.logprobs(token_ids)
     for seed in range(3):
         trainer.step(make_batch(seed), CROSS_ENTROPY)
@@ -236,9 +239,42 @@ def test_checkpoints_of_something_else_or_damaged_are_refused(model_folder: Path
     assert equal(weights(trainer), before)
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_what_an_earlier_version_saved_of_a_plain_lora_loads(model_folder: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_folder)
+    trainer.save(tmp_path / "c")
+    path = tmp_path / "c" / "state.json"
+    assert json.loads(path.read_text())["identity"]["lora"].keys() == {"rank", "alpha", "targets"}
+    trainer.load(tmp_path / "c")
+    with pytest.raises(TrainerError, match="lora"):
+        new_trainer(model_folder, lora={"dora": True}).load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", [{"dora": True}, {"rslora": True}], ids=str)
+def test_the_reference_of_an_adapter_of_another_kind_outlives_its_checkpoint(
+    model_folder: Path, tmp_path: Path, kind: dict[str, bool]
+) -> None:
+    trainer = new_trainer(model_folder, lora=kind)
+    base = trainer.score(make_batch(1).samples)
+    for seed in range(2):
+        trainer.step(make_batch(seed), CROSS_ENTROPY)
+    start = trainer.score(make_batch(1).samples)
+    assert trainer.score(make_batch(1).samples, reference=True) == base
+    trainer.export(tmp_path / "v1")
+    trainer.reset(str(tmp_path / "v1"))
+    trainer.step(make_batch(2), CROSS_ENTROPY)
+    trainer.save(tmp_path / "c")
+    other = new_trainer(model_folder, lora=kind)
+    other.load(tmp_path / "c")
+    assert other.score(make_batch(1).samples, reference=True) == start
+    assert other.score(make_batch(1).samples) == trainer.score(make_batch(1).samples) != start
+    with pytest.raises(TrainerError, match="use the same lora"):
+        new_trainer(model_folder).reset(str(tmp_path / "v1"))
+
+
+@pytest.mark.parametrize("method", [*METHODS, "dora"])
 def test_reset_starts_from_an_export_or_the_base(model_folder: Path, tmp_path: Path, method: str) -> None:
-    trainer = new_trainer(model_folder, method)
+    kind, method = {"lora": {"dora": method == "dora"}}, "full" if method == "full" else "lora"
+    trainer = new_trainer(model_folder, method, **kind)
     start = weights(trainer)
     trainer.step(make_batch(0), CROSS_ENTROPY)
     trained = weights(trainer)
@@ -248,7 +284,7 @@ def test_reset_starts_from_an_export_or_the_base(model_folder: Path, tmp_path: P
     assert (trainer.updates, len(trainer._optimizer.state)) == (0, 0)
     trainer.reset(str(tmp_path / "v1"))
     assert equal(weights(trainer), trained)
-    fresh = new_trainer(model_folder, method)
+    fresh = new_trainer(model_folder, method, **kind)
     fresh.reset(str(tmp_path / "v1"))
     for each in (trainer, fresh):
         each.step(make_batch(1), CROSS_ENTROPY)
@@ -256,8 +292,15 @@ def test_reset_starts_from_an_export_or_the_base(model_folder: Path, tmp_path: P
     with pytest.raises((TrainerError, TransferError)):
         trainer.reset(str(tmp_path / "nothing"))
     if method == "lora":
+        before = weights(trainer)
+        config = tmp_path / "v1" / "adapter_config.json"
+        config.write_text(config.read_text().replace("small-llama", "other-llama"))
+        with pytest.raises(TransferError, match="for base 'other-llama', not 'small-llama'"):
+            trainer.reset(str(tmp_path / "v1"))
+        assert equal(weights(trainer), before)
+        config.write_text(config.read_text().replace("other-llama", "small-llama"))
         with pytest.raises(TrainerError, match=r"lora\.rank"):
-            new_trainer(model_folder, lora={"rank": 4}).reset(str(tmp_path / "v1"))
+            new_trainer(model_folder, lora={**kind["lora"], "rank": 4}).reset(str(tmp_path / "v1"))
 
 
 def test_models_that_would_be_trained_wrongly_are_refused(tmp_path: Path, model_folder: Path) -> None:

@@ -301,8 +301,9 @@ def test_preferences_with_an_adapter_whose_absence_is_the_reference(model_folder
     trainer = Trainer(TrainerConfig.model_validate(fields))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for layer in trainer._lora.values():
-            layer.lora_b.normal_(std=0.1, generator=generator)
+        for name, parameter in trainer._parameters.items():
+            if name.endswith("lora_b"):
+                parameter.normal_(std=0.1, generator=generator)
     their_trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64),
         args=DPOConfig(

@@ -37,7 +37,13 @@ def peft_adapter(folder: Path, **options: object) -> tuple[dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.k_proj": 40}}]
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.k_proj": 40}},
+    ],
 )
 def test_merging_gives_what_peft_gives(tmp_path: Path, options: dict[str, object]) -> None:
     base, expected = peft_adapter(tmp_path, **options)
@@ -60,6 +66,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_first_tensor(tmp_pat
         (config, tensors | {name: tensors[name][:, :-1]}),
         (config, {}),
         (config | {"use_dora": True}, tensors),
+        (config, tensors | {name.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(48)}),
         (config | {"bias": "all"}, tensors),
         (config | {"modules_to_save": ["lm_head"]}, tensors),
     ]
@@ -69,3 +76,13 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_first_tensor(tmp_pat
     (tmp_path / "adapter_config.json").write_text(json.dumps(config)[:-5])
     with pytest.raises(TransferError, match="configuration"):
         merged_tensors(base, tmp_path)
+
+
+def test_an_adapter_for_another_base_is_refused_though_its_shapes_fit(tmp_path: Path) -> None:
+    base, _ = peft_adapter(tmp_path)
+    config, tensors = load_adapter(tmp_path)
+    named = {**config, "base_model_name_or_path": "/models/theirs"}
+    with pytest.raises(TransferError, match="for base 'theirs', not 'ours'"):
+        merged_tensors(base, (named, tensors), "/elsewhere/ours")
+    for fine in (named, {**config, "base_model_name_or_path": None}):
+        assert dict(merged_tensors(base, (fine, tensors), "/elsewhere/theirs"))

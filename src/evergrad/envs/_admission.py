@@ -114,7 +114,9 @@ async def play(taskset: Taskset, task: Task, texts: Iterable[str], calls: list[T
     try:
         await episode.start()
         for text in texts:
-            if await episode.reply(text) is None:
+            shown = await episode.reply(text)
+            await episode.turn_reward(text)  # no part of the score, but it may raise
+            if shown is None:
                 return await episode.score()
         return Score(0.0, {})
     finally:

@@ -86,6 +86,8 @@ class RewardPart:
 
     method: str
     weight: float
+    per_turn: bool = False
+    """Asked after each turn, not at the end."""
 
 
 @overload
@@ -113,12 +115,19 @@ def tool(method: Method | None = None, *, name: str = "", contract: str | None =
 @overload
 def reward(method: Method) -> Method: ...
 @overload
-def reward(*, weight: float) -> Callable[[Method], Method]: ...
-def reward(method: Method | None = None, *, weight: float = 1.0) -> Method | Callable[[Method], Method]:
-    """Marks ``async def method(self, answer: str) -> float``; the reward is the weighted sum of all that are marked."""
+def reward(*, weight: float = 1.0, per_turn: bool = False) -> Callable[[Method], Method]: ...
+def reward(method: Method | None = None, *, weight: float = 1.0, per_turn: bool = False) -> Method | Callable[[Method], Method]:
+    """Marks ``async def method(self, answer: str) -> float``; the reward is the weighted sum of all that are marked.
+
+    Args:
+        weight: of this one in the sum.
+        per_turn: ``method(self, reply: str)`` is asked after each turn instead, with what the model said, once the tool has
+            answered. The sum of these is the turn's own reward (``Turn.reward``): the policy learns from it, and scores,
+            reports and the gate do not see it.
+    """
 
     def mark(marked: Method) -> Method:
-        marked.__evergrad_reward__ = float(weight)  # type: ignore[attr-defined]
+        marked.__evergrad_reward__ = (float(weight), per_turn)  # type: ignore[attr-defined]
         return marked
 
     return mark if method is None else mark(method)
@@ -279,4 +288,5 @@ def _bind_reward(cls: type[Environment], attribute: str, member: Any) -> RewardP
     if len(inspect.signature(member).parameters) != 2:
         hint = f"write 'async def {attribute}(self, answer: str) -> float'"
         raise EnvError("a @reward takes self and the answer", where=where, hint=hint)
-    return RewardPart(attribute, member.__evergrad_reward__)
+    weight, per_turn = member.__evergrad_reward__
+    return RewardPart(attribute, weight, per_turn)

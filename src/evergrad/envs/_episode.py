@@ -91,21 +91,31 @@ class Episode:
         self.environment.calls.append(ToolCall(text.strip(), name, arguments, result, refused))
         return None if self._lost() else Message("tool", result)
 
+    async def turn_reward(self, reply: str) -> float | None:
+        """Runs the rewards of a turn on what was just said; ``None`` when the environment has none. Raises VerifierFault."""
+        score = await self._judge(reply, per_turn=True)
+        return score.reward if score.parts else None
+
     async def score(self) -> Score:
-        """Runs all rewards on the final answer. Raises VerifierFault."""
-        answer = self.answer or ""
+        """Runs all rewards of the whole on the final answer. Raises VerifierFault."""
+        score = await self._judge(self.answer or "", per_turn=False)
+        if not score.parts:
+            raise VerifierFault("the environment has no @reward method for the end")
+        return score
+
+    async def _judge(self, text: str, *, per_turn: bool) -> Score:
         total, parts = 0.0, {}
         for part in self.environment._rewards:
+            if part.per_turn != per_turn:
+                continue
             try:
-                value = await bounded(getattr(self.environment, part.method)(answer), self._limits.score_timeout_s)
+                value = await bounded(getattr(self.environment, part.method)(text), self._limits.score_timeout_s)
             except _CAUGHT as error:
                 raise VerifierFault(f"{part.method} {_describe(error)}") from error
             if isinstance(value, str) or not _finite(value) or abs(value) > MAX_REWARD:
                 raise VerifierFault(f"{part.method} gave {value!r}, not a number within ±{MAX_REWARD:g}"[:200])
             parts[part.method] = float(value)
             total += part.weight * float(value)
-        if not parts:
-            raise VerifierFault("the environment has no @reward method")
         return Score(total, parts)
 
     async def close(self) -> str:

@@ -84,7 +84,7 @@ class WeightUpdates:
             if folder.resolve() == Path(engine.config.model).resolve():
                 engine.stage_base()
             elif (folder / "adapter_config.json").is_file():
-                engine.stage_weights(dict(merged_tensors(engine.model.base, folder)))
+                engine.stage_weights(dict(merged_tensors(engine.model.base, folder, engine.config.model)))
             else:
                 engine.stage_weights(load_tensors(folder), whole=True)
             pause_s = self._commit(policy_version, on_commit)
@@ -100,7 +100,7 @@ class WeightUpdates:
     def _stage_in_engine(self, receiver: Receiver) -> None:
         engine, tensors = self._loop.engine, receiver.tensors()
         if self._adapter is not None:
-            engine.stage_weights(dict(merged_tensors(engine.model.base, (self._adapter, tensors))))
+            engine.stage_weights(dict(merged_tensors(engine.model.base, (self._adapter, tensors), engine.config.model)))
         else:
             engine.stage_weights(tensors, known_finite=True)  # the receiver has looked
 

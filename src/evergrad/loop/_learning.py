@@ -102,6 +102,7 @@ async def learn(session: Session) -> Stage:
         total_batches=rl.steps - state.step,
         resamples_per_batch=rl.replace_groups,
         overlong=rl.overlong,
+        turn_discount=rl.turn_discount,
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
     try:

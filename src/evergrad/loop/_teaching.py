@@ -46,8 +46,9 @@ class Teachers:
         if name is None or name in self._clients:
             return
         if distill.model is not None:
-            # "full" is the model as it is, without an adapter around each layer; nobody asks it for a gradient.
-            own: dict[str, Any] = {"model": str(base_model(name)), "method": "full", "critic": None}
+            # "full" is the model as it is, without an adapter around each layer; nobody asks it for a gradient, so that the
+            # student's budget of memory, which counts one, would be the wrong one.
+            own: dict[str, Any] = {"model": str(base_model(name)), "method": "full", "critic": None, "memory_gib": None}
             config, uri = self._student.model_copy(update=own), None
         else:
             config = self._student.model_copy(update={"critic": None})

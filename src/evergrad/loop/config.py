@@ -92,9 +92,11 @@ class RLConfig(Config):
     temperature: float = 1.0
     """Of the rollouts, > 0; the trainer scores their tokens under the same one."""
     advantage: str = "group_mean"
-    """A line of ``rollouts/advantages``: ``group_mean``, ``group_normalized``, ``leave_one_out``, or over the whole batch
-    ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline`` (several), or ``generalized`` from a
-    critic."""
+    """A line of ``rollouts/advantages``: ``group_mean``, ``group_normalized``, ``leave_one_out``; turn by turn ``turn_mean``
+    and ``turn_normalized``; over the whole batch ``reinforce_pp`` (one rollout a task is enough) and ``reinforce_pp_baseline``
+    (several); or ``generalized`` from a critic."""
+    turn_discount: float = Field(1.0, gt=0, le=1)
+    """γ of ``turn_mean`` and ``turn_normalized``: what a reward one turn later is worth."""
     gae: GaeConfig = Field(default_factory=GaeConfig)
     """For advantage ``generalized``: one for each token or turn."""
     overlong: OverlongConfig | None = None
@@ -147,6 +149,11 @@ class RLConfig(Config):
             raise ValueError(f"unknown advantage '{self.advantage}': {nearest(self.advantage, ESTIMATORS)}")
         if self.gae != GaeConfig() and not ESTIMATORS[self.advantage].needs_critic:
             raise ValueError(f"advantage '{self.advantage}' does not read gae; set advantage = 'generalized', or leave gae out")
+        if self.turn_discount != 1.0 and not ESTIMATORS[self.advantage].by_turn:
+            raise ValueError(
+                f"advantage '{self.advantage}' does not go turn by turn, so it does not read turn_discount; set advantage = "
+                "'turn_mean', or leave turn_discount out"
+            )
         if self.advantage == "constant" and self.distill is None:
             raise ValueError("advantage 'constant' ignores the reward, so RL would learn nothing; set advantage = 'group_mean'")
         estimator = ESTIMATORS[self.advantage]
@@ -286,6 +293,10 @@ class TrainerSettings(Config):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     micro_batch_tokens: int = Field(1024, ge=16)
+    memory_gib: float | None = Field(None, gt=0)
+    """What the tensors of each rank may take; micro-batches become smaller to fit, then activations are computed twice."""
+    mixed_precision: bool | None = None
+    """Computes with weights rounded to bfloat16; when absent, on CUDA only."""
     ranks: int = Field(1, ge=1)
     """Processes that hold the model in parts (FSDP) and share out each batch; with CUDA, one GPU each."""
     tensor_parallel: int = Field(1, ge=1)
@@ -293,7 +304,7 @@ class TrainerSettings(Config):
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerSettings:
-        require_ranks(self.ranks, self.tensor_parallel)
+        require_ranks(self.ranks, self.tensor_parallel, self.lora)
         return self
 
 
@@ -367,10 +378,6 @@ class RunConfig(Config):
             raise ValueError(
                 f"advantage '{asks[0]}' takes a critic's values, and there is none; add a [critic] table, "
                 "or set rl.advantage = 'reinforce_pp'"
-            )
-        if self.critic is not None and self.trainer.ranks > 1:
-            raise ValueError(
-                "[critic] is not shared out over ranks yet; set trainer.ranks = 1, or rl.advantage = 'reinforce_pp'"
             )
         if self.critic is not None and not asks:
             raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")

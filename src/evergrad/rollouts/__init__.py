@@ -21,7 +21,15 @@ from evergrad.rollouts._samples import CutSamples, assign_advantages, cut_sample
 from evergrad.rollouts._scripted import FakeEngine, complete, demonstrate, scripted
 from evergrad.rollouts._teaching import for_teacher, taught, with_hint
 from evergrad.rollouts._writer import RolloutWriter, read_rollouts, rollout_json, step_name
-from evergrad.rollouts.advantages import ESTIMATORS, Estimator, GaeConfig, OverlongConfig, estimate, generalized_advantages
+from evergrad.rollouts.advantages import (
+    ESTIMATORS,
+    Estimator,
+    GaeConfig,
+    OverlongConfig,
+    estimate,
+    estimate_turns,
+    generalized_advantages,
+)
 
 __all__ = [
     "ESTIMATORS",
@@ -48,6 +56,7 @@ __all__ = [
     "demonstrate",
     "derive_seed",
     "estimate",
+    "estimate_turns",
     "extends",
     "for_teacher",
     "generalized_advantages",

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from evergrad.rollouts._figures import batch_figures
-from evergrad.rollouts._samples import CutSamples, cut_samples, over_batch, shaped_rewards, trainable
-from evergrad.rollouts.advantages import ESTIMATORS, OverlongConfig, estimate, uniform
+from evergrad.rollouts._samples import CutSamples, cut_samples, over_batch, tell_nothing_apart, trainable, turn_rewards
+from evergrad.rollouts.advantages import ESTIMATORS, OverlongConfig, estimate, estimate_turns
 from evergrad.types import EvergradError, RolloutGroup, Task, TrainingBatch, Usage
 
 
@@ -79,6 +79,7 @@ class Buffer:
         resamples_per_batch: int = 0,
         flat_batches_allowed: int = 5,
         overlong: OverlongConfig | None = None,
+        turn_discount: float = 1.0,
     ) -> None:
         """
         Args:
@@ -92,6 +93,7 @@ class Buffer:
             resamples_per_batch: groups without variance that are replaced per batch before they are kept at zero advantage
                 (dynamic sampling, DAPO, arXiv 2503.14476).
             overlong: what is taken from the rewards of long rollouts before advantages are.
+            turn_discount: γ of an estimator that compares turn by turn.
             flat_batches_allowed: batches in a row without any advantage after which there is nothing to learn: stop.
         """
         if max_off_policy_steps < 0 or groups_per_batch < 1:
@@ -107,7 +109,7 @@ class Buffer:
         self._compares_within = ESTIMATORS[estimator].least_group > 1
         self._estimator, self._max_running, self._total_batches = estimator, max_running, total_batches
         self._fault_limit, self._recent = fault_limit, deque[bool](maxlen=fault_window)
-        self._resamples_per_batch, self._overlong = resamples_per_batch, overlong
+        self._resamples_per_batch, self._overlong, self._turn_discount = resamples_per_batch, overlong, turn_discount
         self._flat_batches_allowed, self._flat_batches = flat_batches_allowed, 0
         self._running: set[int] = set()
         self._queued: dict[int, RolloutGroup] = {}
@@ -188,11 +190,10 @@ class Buffer:
 
     def _queue(self, index: int, group: RolloutGroup) -> None:
         self._queued[index] = group
-        if self._compares_within and not any(estimate(self._estimator, self._rewards(group))):
-            self._flat.add(index)
-
-    def _rewards(self, group: RolloutGroup) -> list[float]:
-        return shaped_rewards(trainable(group), self._overlong)
+        if self._compares_within:
+            rewards = turn_rewards(trainable(group), self._overlong)
+            if not any(map(any, estimate_turns(self._estimator, rewards, self._turn_discount))):
+                self._flat.add(index)
 
     def _count(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
@@ -274,7 +275,13 @@ class Buffer:
             group = self._queued.pop(index)
             self._flat.discard(index)
             oldest = self.policy_version - self.max_off_policy_steps
-            cut = cut_samples(group, self._estimator, oldest_version=oldest, overlong=self._overlong)
+            cut = cut_samples(
+                group,
+                self._estimator,
+                oldest_version=oldest,
+                overlong=self._overlong,
+                turn_discount=self._turn_discount,
+            )
             if cut.samples or not cut.over_age_tokens:
                 kept[index] = (group, cut)
             else:
@@ -292,11 +299,13 @@ class Buffer:
     def _informative(self, taken: list[tuple[RolloutGroup, CutSamples]]) -> int:
         """Groups that something can be learned from: they differ within, or what they are compared with outside differs, or
         rewards play no part."""
-        if not ESTIMATORS[self._estimator].reads_rewards:
+        estimator = ESTIMATORS[self._estimator]
+        if not estimator.reads_rewards:
             return len(taken)
         if self._compares_within:
             return sum(any(any(sample.advantages) for sample in cut.samples) for _, cut in taken)
-        return 0 if uniform([reward for group, _ in taken for reward in self._rewards(group)]) else len(taken)
+        rollouts = [rollout for group, _ in taken for rollout in trainable(group)]
+        return 0 if tell_nothing_apart(rollouts, self._overlong, by_turn=estimator.needs_critic) else len(taken)
 
     def _watch_flatness(self, batch: TrainingBatch) -> None:
         self._flat_batches = 0 if batch.metrics["informative_groups"] else self._flat_batches + 1

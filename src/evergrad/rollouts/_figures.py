@@ -49,6 +49,8 @@ def batch_figures(
         "staleness_max": max(ages),
         "over_age_tokens": sum(cut.over_age_tokens for _, cut in taken),
     }
+    if any(turn.reward is not None for turn in turns):
+        metrics["turn_reward_mean"] = sum(turn.reward or 0.0 for turn in turns) / len(rollouts)
     if overlong is not None:
         prices = [overlong.penalty(sampled_tokens(rollout)) for rollout in rollouts]
         metrics["overlong_penalty_mean"] = fmean(prices) if prices else 0.0

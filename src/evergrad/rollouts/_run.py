@@ -219,6 +219,7 @@ async def _play(
                 if completion.finish_reason is not FinishReason.STOP:
                     raise _PolicyFault(f"truncated: turn {turn + 1} hit its {room} tokens")
                 shown = await episode.reply(said.content)
+                trace.turns[-1] = replace(trace.turns[-1], reward=await _turn_reward(episode, said.content, scope))
                 if shown is None:
                     return
                 prompt = renderer.extend(conversation, prompt, completion, [shown])
@@ -229,6 +230,18 @@ async def _play(
         if scope.expired():
             raise EnvironmentFault(f"rollout took more than {limits.rollout_timeout_s:g} s") from None
         raise
+
+
+async def _turn_reward(episode: Episode, reply: str, scope: asyncio.Timeout) -> float | None:
+    """The reward of the turn just taken; judging has a limit of its own, and takes nothing of the rollout's."""
+    now, deadline = asyncio.get_running_loop().time, scope.when()
+    started = now()
+    scope.reschedule(None)
+    try:
+        return await episode.turn_reward(reply)
+    finally:
+        if deadline is not None:
+            scope.reschedule(deadline + now() - started)
 
 
 async def _generate(

@@ -1,16 +1,17 @@
 """From scored rollouts to token sequences to learn from.
 
 A rollout's turns are joined as long as each prompt extends what came before; where one does not, it begins a sample of its own.
-Each sampled token is in exactly one sample, in the context it was sampled in, and carries its own rollout's advantage.
+Each sampled token is in exactly one sample, in the context it was sampled in, and carries the advantage of its own turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 
 from evergrad.rollouts._renderer import extends
-from evergrad.rollouts.advantages import ESTIMATORS, OverlongConfig, estimate
+from evergrad.rollouts.advantages import ESTIMATORS, OverlongConfig, estimate_turns, uniform
 from evergrad.types import EvergradError, Rollout, RolloutGroup, TrainingSample, Turn
 
 TRAINABLE_SOURCES = frozenset({"train", "demonstration", "live"})
@@ -37,7 +38,12 @@ class CutSamples:
 
 
 def cut_samples(
-    group: RolloutGroup, estimator: str, *, oldest_version: int | None, overlong: OverlongConfig | None = None
+    group: RolloutGroup,
+    estimator: str,
+    *,
+    oldest_version: int | None,
+    overlong: OverlongConfig | None = None,
+    turn_discount: float = 1.0,
 ) -> CutSamples:
     """The group's samples, with what the estimator says within the group; tokens sampled under a version before
     ``oldest_version`` are masked and counted.
@@ -45,17 +51,18 @@ def cut_samples(
     A sample without a token left to learn from is dropped. :func:`over_batch` does the rest, once there is a batch.
     """
     rollouts = trainable(group)
-    advantages = estimate(estimator, shaped_rewards(rollouts, overlong))
+    rewards = turn_rewards(rollouts, overlong)
     samples: list[TrainingSample] = []
     over_age = 0
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        made = []
+    for number, of_turns in enumerate(estimate_turns(estimator, rewards, turn_discount)):
+        rollout, advantages = rollouts[number], iter(of_turns)
+        parts: list[tuple[TrainingSample, Sequence[Turn]]] = []
         for chain in chains(rollout.turns):
-            sample, masked = _sample(rollout, chain, advantage, oldest_version)
+            sample, masked = _sample(rollout, chain, [next(advantages) for _ in chain], oldest_version)
+            parts.append((_with_teachers_prompt(sample, chain[0].prompt_token_ids, group.teacher_prompts), chain))
             over_age += masked
-            if sample is not None:
-                made.append(_with_teachers_prompt(sample, chain[0].prompt_token_ids, group.teacher_prompts))
-        samples += _rewarded(made, advantage) if ESTIMATORS[estimator].needs_critic else made
+        made = _rewarded(parts, rewards[number]) if ESTIMATORS[estimator].needs_critic else [sample for sample, _ in parts]
+        samples += [sample for sample in made if any(sample.loss_mask)]
     return CutSamples(tuple(samples), over_age)
 
 
@@ -67,20 +74,40 @@ def _with_teachers_prompt(
     return replace(sample, teacher_token_ids=teacher_prompts[prompt] + sample.token_ids[len(prompt) :])
 
 
-def _rewarded(samples: Sequence[TrainingSample], reward: float) -> list[TrainingSample]:
-    """One rollout's samples with its reward right after its last trained token."""
-    rewards = [[0.0] * len(sample.token_ids) for sample in samples]
-    if samples:
-        rewards[-1][max(place for place, mask in enumerate(samples[-1].loss_mask) if mask)] = reward
-    return [replace(sample, rewards=tuple(each)) for sample, each in zip(samples, rewards, strict=True)]
+def _rewarded(parts: Sequence[tuple[TrainingSample, Sequence[Turn]]], rewards: Sequence[float]) -> list[TrainingSample]:
+    """One rollout's samples with what each turn earned right after its last trained token; of a turn without any, after the
+    last one before it."""
+    columns = [[0.0] * len(sample.token_ids) for sample, _ in parts]
+    earned = iter(rewards)
+    last: tuple[int, int] | None = None
+    for number, (sample, chain) in enumerate(parts):
+        for turn in chain:
+            start = len(turn.prompt_token_ids)
+            ends = [place for place in range(start, start + len(turn.completion.token_ids)) if sample.loss_mask[place]]
+            last = (number, ends[-1]) if ends else last
+            reward = next(earned)
+            if last is not None:
+                columns[last[0]][last[1]] += reward
+    return [replace(sample, rewards=tuple(column)) for (sample, _), column in zip(parts, columns, strict=True)]
 
 
-def shaped_rewards(rollouts: Sequence[Rollout], overlong: OverlongConfig | None) -> list[float]:
-    """What each rollout learns from: the verifier's reward, less the price of its length."""
-    rewards = [float(each.reward or 0.0) for each in rollouts]
-    if overlong is None:
-        return rewards
-    return [reward + overlong.penalty(sampled_tokens(each)) for reward, each in zip(rewards, rollouts, strict=True)]
+def turn_rewards(rollouts: Sequence[Rollout], overlong: OverlongConfig | None) -> list[list[float]]:
+    """What each turn of each rollout learns from: its own reward, and for the last one the rollout's, less the price of its
+    length. A rollout that ended before its first turn has one entry, as if it had made one."""
+    found = []
+    for rollout in rollouts:
+        earned = [turn.reward or 0.0 for turn in rollout.turns] or [0.0]
+        earned[-1] += float(rollout.reward or 0.0)
+        if overlong is not None:
+            earned[-1] += overlong.penalty(sampled_tokens(rollout))
+        found.append(earned)
+    return found
+
+
+def tell_nothing_apart(rollouts: Sequence[Rollout], overlong: OverlongConfig | None, *, by_turn: bool) -> bool:
+    """Whether all rollouts earned the same, up to rounding; with ``by_turn`` also all their turns."""
+    returns = [fsum(each) for each in turn_rewards(rollouts, overlong)]
+    return uniform(returns) and not (by_turn and not uniform([turn.reward or 0.0 for each in rollouts for turn in each.turns]))
 
 
 def sampled_tokens(rollout: Rollout) -> int:
@@ -133,14 +160,15 @@ def chains(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _sample(
-    rollout: Rollout, chain: Sequence[Turn], advantage: float, oldest_version: int | None
-) -> tuple[TrainingSample | None, int]:
+    rollout: Rollout, chain: Sequence[Turn], of_turns: Sequence[float], oldest_version: int | None
+) -> tuple[TrainingSample, int]:
+    """One run of turns as a sample, and how many of its tokens are over age. Where all are, its mask is empty."""
     last = chain[-1]
     ids = last.prompt_token_ids + last.completion.token_ids
     mask, logprobs, advantages = [0] * len(ids), [0.0] * len(ids), [0.0] * len(ids)
     versions: list[int] = []
     over_age = 0
-    for turn in chain:
+    for turn, advantage in zip(chain, of_turns, strict=True):
         offset = len(turn.prompt_token_ids)
         for span in turn.completion.policy_spans:
             if oldest_version is not None and span.policy_version < oldest_version:
@@ -152,15 +180,13 @@ def _sample(
                 mask[offset + position] = 1
                 logprobs[offset + position] = turn.completion.logprobs[position]
                 advantages[offset + position] = advantage
-    if not versions:
-        return None, over_age
     sample = TrainingSample(
         token_ids=ids,
         loss_mask=tuple(mask),
         logprobs=tuple(logprobs),
         advantages=tuple(advantages),
-        min_policy_version=min(versions),
-        max_policy_version=max(versions),
+        min_policy_version=min(versions, default=0),
+        max_policy_version=max(versions, default=0),
         temperature=rollout.temperature,
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,

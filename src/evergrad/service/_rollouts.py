@@ -132,7 +132,8 @@ def _print_turn(screen: Console, turn: Record, pieces: Callable[[int], str] | No
         screen.print(Text.assemble(cell(f"{message['role']:>9}  ", f"{style} dim"), text))
     versions = sorted({span["policy_version"] for span in completion["policy_spans"]})
     counts = f"{len(turn['prompt_token_ids'])} + {len(completion['token_ids'])} tokens, {completion['finish_reason']}"
-    screen.print(cell(f"{'':>11}{counts}, policy version {', '.join(map(str, versions))}", "dim"))
+    earned = "" if turn.get("reward") is None else f", turn reward {turn['reward']:g}"
+    screen.print(cell(f"{'':>11}{counts}, policy version {', '.join(map(str, versions))}{earned}", "dim"))
 
 
 def _shaded(completion: Record, pieces: Callable[[int], str]) -> Text:

@@ -7,6 +7,7 @@ trunk shared by many answers is one range read by all of them, and what is compu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,15 @@ class Block:
     """Nodes that are asked."""
     gathered: slice
     """Where these lie in the plan's ``key_index``."""
+    num_open: int
+    """Keys, from the first on, that are ancestors of all queries."""
     bias: Tensor
-    """[queries, keys]: 0 where the key is an ancestor of the query, −∞ where it is not."""
+    """[queries, other keys]: 0 where the key is an ancestor of the query, −∞ where it is not."""
+
+    @property
+    def num_scores(self) -> int:
+        """Query-key products, per head."""
+        return len(self.bias) * (self.num_open + self.bias.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +75,14 @@ class AttentionPlan:
             seen = (index[None, :] <= queries) & (queries < forest.ends[index][None, :])
             if window is not None:
                 seen &= forest.depths[queries] - forest.depths[index][None, :] < window
-            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-            blocks.append(Block(slice(start, stop), ranges, slice(taken, taken + len(index)), bias.to(device)))
+            num_open = int(np.append(seen.all(0), False).argmin())
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))[:, num_open:]
+            gathered = slice(taken, taken + len(index))
+            blocks.append(Block(slice(start, stop), ranges, gathered, num_open, bias.contiguous().to(device)))
             indices.append(index)
             taken += len(index)
         key_index = torch.from_numpy(np.concatenate(indices)).to(device)
-        return cls(tuple(blocks), key_index, sum(block.bias.numel() for block in blocks))
+        return cls(tuple(blocks), key_index, sum(block.num_scores for block in blocks))
 
 
 class AttentionPlans:
@@ -81,6 +91,11 @@ class AttentionPlans:
     def __init__(self, forest: Forest, device: torch.device, dtype: torch.dtype) -> None:
         self._forest, self._device, self._dtype = forest, device, dtype
         self._plans: dict[int | None, AttentionPlan] = {}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Those that layers have asked for."""
+        return tuple(self._plans)
 
     def for_window(self, window: int | None) -> AttentionPlan:
         """The plan for layers that see ``window`` tokens back, or everything when None."""
@@ -117,49 +132,83 @@ AttentionInterface.register(ATTENTION_NAME, forest_attention)
 
 
 class _ForestAttention(torch.autograd.Function):
-    """query [H, N, D], key and value [K, N, D] → [H, N, D]; each of the K key heads serves G = H/K query heads.
-
-    Inside, queries are rows [K, N·G, D], the G heads of a node next to one another: a block of nodes is then a range of rows,
-    taken without a copy, and one product serves all heads that share a key head, so keys are never repeated.
-    """
+    """query [H, N, D], key and value [K, N, D] → [H, N, D]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float) -> Tensor:
         rows = _to_rows(query, len(key)).mul_(scaling)
-        keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
-        output = torch.empty_like(rows)
-        group = len(query) // len(key)
-        keep = plan.num_scores * query.shape[0] * query.element_size() <= _MAX_KEPT_BYTES
-        kept: list[Tensor] = []
-        for block in plan.blocks:
-            part = _rows_of(block, group)
-            probabilities = _probabilities(rows[:, part], keys[:, block.gathered], block, group)
-            torch.bmm(probabilities, values[:, block.gathered], out=output[:, part])
-            if keep:
-                kept.append(probabilities)
+        output, kept = attend(rows, key, value, plan)
         ctx.save_for_backward(rows, key, value, *kept)
-        ctx.plan, ctx.scaling, ctx.group = plan, scaling, group
+        ctx.plan, ctx.scaling = plan, scaling
         return _from_rows(output, len(query))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         rows, key, value, *kept = ctx.saved_tensors
-        keys, values = key.index_select(1, ctx.plan.key_index), value.index_select(1, ctx.plan.key_index)
-        grads = _to_rows(grad_output, len(key))
-        grad_rows = torch.empty_like(rows)
         grad_key = torch.zeros_like(key, memory_format=torch.contiguous_format)
         grad_value = torch.zeros_like(value, memory_format=torch.contiguous_format)
-        for number, block in enumerate(ctx.plan.blocks):
-            part = _rows_of(block, ctx.group)
-            here, asked = block.gathered, keys[:, block.gathered]
-            probabilities = kept[number] if kept else _probabilities(rows[:, part], asked, block, ctx.group)
-            _add_to_ranges(grad_value, torch.bmm(probabilities.transpose(1, 2), grads[:, part]), block.ranges)
-            grad_scores = torch.bmm(grads[:, part], values[:, here].transpose(1, 2))
-            # d softmax: p · (g − Σ p g); masked entries have p = 0 and so stay 0.
-            grad_scores = torch._softmax_backward_data(grad_scores, probabilities, -1, probabilities.dtype)
-            torch.bmm(grad_scores, asked, out=grad_rows[:, part])
-            _add_to_ranges(grad_key, torch.bmm(grad_scores.transpose(1, 2), rows[:, part]), block.ranges)
-        return _from_rows(grad_rows.mul_(ctx.scaling), grad_output.shape[0]), grad_key, grad_value, None, None
+        grads = _to_rows(grad_output, len(key))
+        grad_rows = attend_backward(grads, rows, key, value, ctx.plan, kept, grad_key, grad_value)
+        return _from_rows(grad_rows.mul_(ctx.scaling), len(grad_output)), grad_key, grad_value, None, None
+
+
+def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
+    """What every node reads from its ancestors and itself.
+
+    Each of the K key heads serves G query heads. The G heads of a node are rows next to one another: a block of nodes is then
+    a range of rows, taken without a copy, and one product serves all heads that share a key head, so keys are never repeated.
+
+    Args:
+        rows: [K, N·G, D] queries, multiplied by the scaling.
+        key: [K, N, D], as is ``value``.
+
+    Returns:
+        [K, N·G, D], and the probabilities of each block for :func:`attend_backward`; none when they would take much room.
+    """
+    keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
+    output = torch.empty_like(rows)
+    group = rows.shape[1] // key.shape[1]
+    keep = plan.num_scores * len(key) * group * key.element_size() <= _MAX_KEPT_BYTES
+    kept: list[Tensor] = []
+    for block in plan.blocks:
+        part = _rows_of(block, group)
+        probabilities = _probabilities(rows[:, part], keys[:, block.gathered], block, group)
+        torch.bmm(probabilities, values[:, block.gathered], out=output[:, part])
+        if keep:
+            kept.append(probabilities)
+    return output, kept
+
+
+def attend_backward(
+    grads: Tensor,
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    kept: Sequence[Tensor],
+    grad_key: Tensor,
+    grad_value: Tensor,
+) -> Tensor:
+    """Adds to ``grad_key`` and ``grad_value`` [K, N, D]; returns the gradient of ``rows``.
+
+    Args:
+        grads: [K, N·G, D] of what :func:`attend` returned for ``rows``, ``key`` and ``value``.
+        kept: What it gave along.
+    """
+    keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
+    grad_rows = torch.empty_like(rows)
+    group = rows.shape[1] // key.shape[1]
+    for number, block in enumerate(plan.blocks):
+        part = _rows_of(block, group)
+        here, asked = block.gathered, keys[:, block.gathered]
+        probabilities = kept[number] if kept else _probabilities(rows[:, part], asked, block, group)
+        _add_to_ranges(grad_value, torch.bmm(probabilities.transpose(1, 2), grads[:, part]), block.ranges)
+        grad_scores = torch.bmm(grads[:, part], values[:, here].transpose(1, 2))
+        # d softmax: p · (g − Σ p g); masked entries have p = 0 and so stay 0.
+        torch._softmax_backward_data(grad_scores, probabilities, -1, probabilities.dtype, grad_input=grad_scores)
+        torch.bmm(grad_scores, asked, out=grad_rows[:, part])
+        _add_to_ranges(grad_key, torch.bmm(grad_scores.transpose(1, 2), rows[:, part]), block.ranges)
+    return grad_rows
 
 
 def _to_rows(tensor: Tensor, key_heads: int) -> Tensor:
@@ -181,11 +230,10 @@ def _rows_of(block: Block, group: int) -> slice:
 
 
 def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int) -> Tensor:
-    num_queries, num_keys = block.bias.shape
-    scores = rows.new_empty(len(rows), num_queries * group, num_keys)
-    scores.view(-1, num_queries, group, num_keys).copy_(block.bias[:, None])
-    scores.baddbmm_(rows, keys.transpose(1, 2))
-    return torch.softmax(scores, -1)
+    scores = torch.bmm(rows, keys.transpose(1, 2))
+    scores.view(len(rows), -1, group, scores.shape[-1])[..., block.num_open :] += block.bias[:, None]
+    # In place, here and in the backward pass: a block's scores still lie in the cache, another tensor would not.
+    return torch.softmax(scores, -1, out=scores)
 
 
 def _add_to_ranges(whole: Tensor, part: Tensor, ranges: Ranges) -> None:

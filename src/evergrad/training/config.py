@@ -20,12 +20,16 @@ class TrainerError(EvergradError):
 
 
 class LoraConfig(Config):
-    """Low-rank updates of linear layers: ``W + alpha/rank · B A`` (Hu et al. 2021, arXiv 2106.09685)."""
+    """Low-rank updates of linear layers: ``W + scale · B A`` with ``scale = alpha/rank`` (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
     targets: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
     """Last parts of the names of the linear layers to adapt."""
+    rslora: bool = False
+    """``scale = alpha/√rank`` instead, which does not shrink the update as the rank grows (arXiv 2312.03732)."""
+    dora: bool = False
+    """Learns the length of each row of the adapted matrix apart from its direction (DoRA, arXiv 2402.09353)."""
 
 
 class OptimizerConfig(Config):
@@ -108,6 +112,9 @@ class TrainerConfig(Config):
     """For advantages that come from a critic; none when absent."""
     micro_batch_tokens: int = Field(default=1024, ge=1)
     """Distinct tokens computed at once; bounds memory, changes no gradient."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """What the tensors of each rank may take: weights, gradients, optimizer and activations; the libraries take their share
+    besides. Micro-batches become smaller to fit, then activations are computed twice instead of kept. Changes no gradient."""
     seed: int = 0
     """Of the first weights of a LoRA and a critic."""
     threads: int | None = Field(default=None, ge=1)
@@ -121,27 +128,30 @@ class TrainerConfig(Config):
     """``auto`` (CUDA when there is one), ``cpu``, ``cuda``, ``cuda:1``, …"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the frozen base; what is trained, and its optimizer state, is never narrower than float32."""
+    mixed_precision: bool | None = None
+    """Computes with weights rounded to bfloat16, and keeps them, their gradients and the optimizer as they are. When absent:
+    on CUDA, not on a CPU, where it is slower."""
+
     transfer: TransferConfig = TransferConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> TrainerConfig:
-        require_ranks(self.ranks, self.tensor_parallel)
+        require_ranks(self.ranks, self.tensor_parallel, self.lora)
         require_adapter(self.method, self.transfer)
-        if self.critic is not None and self.ranks > 1:
-            raise ValueError(
-                "a critic's gradient is not added up over ranks yet; set ranks = 1, or use advantages that need none, such as "
-                "'reinforce_pp'"
-            )
         return self
 
 
-def require_ranks(ranks: int, tensor_parallel: int) -> None:
+def require_ranks(ranks: int, tensor_parallel: int, lora: LoraConfig) -> None:
     """
     Raises:
-        ValueError: the ranks cannot be split like that.
+        ValueError: the ranks, or the layers, cannot be split like that.
     """
     if ranks % tensor_parallel:
         raise ValueError(f"{ranks} ranks cannot be split by tensor_parallel = {tensor_parallel}; choose a divisor of ranks")
+    if tensor_parallel > 1 and lora.dora:
+        raise ValueError(
+            "tensor_parallel would cut the rows whose lengths DoRA learns; set tensor_parallel = 1, or lora.dora = false"
+        )
 
 
 def require_adapter(method: str, transfer: TransferConfig) -> None:

@@ -3,7 +3,8 @@
 It is a small head on the policy's own hidden states, the ones that also choose the next token, without a gradient into them.
 A critic of its own would be a second model in memory and a second forward pass of every token; a gradient into the shared
 layers would have the value's error move the policy. What it costs is that the head sees what the policy cares to represent.
-It is saved with the trainer's checkpoints and is no part of an export.
+It is saved with the trainer's checkpoints and is no part of an export. Each rank holds the whole of it, as it is small; what
+the ranks' shares of a batch say of it is added up.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from evergrad.training.config import CriticConfig
+from evergrad.training.parts import sum_of_squares
+from evergrad.training.ranks import Ranks
 
 _WEIGHT, _MOMENT = "weight", "optimizer"
 
@@ -61,19 +64,25 @@ class Critic:
         (loss.sum() / num_valid_tokens).backward()  # type: ignore[no-untyped-call]
         self._errors.append((loss.detach(), returns, returns - values.detach()))
 
-    def optim_step(self) -> dict[str, float]:
-        """Clips the gradient, applies it, and forgets it; reports what was collected since the last one.
+    def optim_step(self, ranks: Ranks) -> dict[str, float]:
+        """Adds up the gradients of all ranks, clips the sum, applies it, and forgets it; reports what was collected since the
+        last one. All of ``ranks`` must call it.
 
         Metrics, when there was any token: ``value_loss``, ``value_mean_error`` (mean of return − value),
         ``explained_variance`` (``1 − Var(return − value) / Var(return)``: 0 says no more than a constant, 1 says all; left out
         when all returns are equal), ``critic_grad_norm`` (before clipping) and ``critic_skipped`` (1 when it was not finite,
         and nothing moved).
         """
-        if not self._errors:
-            return {}
-        loss, returns, errors = (torch.cat(each).double() for each in zip(*self._errors, strict=True))
+        loss, returns, errors = torch.cat(ranks.everyones(self._collected()), dim=1)
         self.forget()
-        norm = float(torch.nn.utils.get_total_norm(p.grad for p in self._parameters.values() if p.grad is not None))
+        if not len(loss):
+            return {}
+        for parameter in self._parameters.values():
+            if parameter.grad is None:  # this rank's share had nothing to say of it
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        ranks.add_up(grads)
+        norm = float(sum_of_squares(grads).sqrt())
         metrics = {
             "value_loss": float(loss.mean()),
             "value_mean_error": float(errors.mean()),
@@ -88,6 +97,11 @@ class Critic:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
+
+    def _collected(self) -> Tensor:
+        """[3, tokens]: loss, return, and return − value, of this rank's share."""
+        rows = [torch.stack(each).double().cpu() for each in self._errors]
+        return torch.cat([torch.empty(3, 0, dtype=torch.float64), *rows], dim=1)
 
     def forget(self) -> None:
         """Drops what was collected, but not the gradient."""

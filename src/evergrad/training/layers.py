@@ -1,17 +1,26 @@
-"""Norms and feed-forward layers with a backward pass written out: the numbers are transformers' own, the way there is shorter.
+"""Norms, attention and feed-forward layers with a backward pass written out: transformers' own numbers on a shorter way.
 
 Autograd keeps what every small step of these layers was given, and walks through memory once or more for each. Written out,
 RMSNorm keeps its input alone, and the feed-forward layer its input and two projections; what else the backward pass needs is
 made again there by a cheap product. At the few hundred nodes of a micro-batch this is a quarter of a model's activations.
+Queries and keys are turned by their positions on the way to where attention reads them, which takes no steps of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from evergrad.training.attention import AttentionPlans
+from evergrad.training.forest import Forest, TrainedTokens, grow
+from evergrad.training.rotary_attention import rotary_attention
+from evergrad.training.weight_gradients import weight_gradient
+from evergrad.types import TrainingSample
 
 _PROBE_ROWS = 3
 _PROBE_REACH = 100.0
@@ -22,12 +31,15 @@ def write_out_backward(model: nn.Module) -> None:
     """Replaces the forward of every layer whose form is known and found to compute the same; leaves all others alone.
 
     RMSNorm: Zhang & Sennrich 2019 (arXiv 1910.07467). Feed-forward with a gate, SwiGLU: Shazeer 2020 (arXiv 2002.05202).
+    Attention with rotary positions: see :mod:`evergrad.training.rotary_attention`.
     """
     for module in model.modules():
         if _is_norm(module):
             module.forward = _Norm(module)
         elif _is_gated(module):
             module.forward = _GatedFeedForward(module)
+        elif (attention := _as_rotary(module)) is not None:
+            module.forward = attention
 
 
 class _Norm:
@@ -53,11 +65,29 @@ class _GatedFeedForward:
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
         layers: tuple[Any, ...] = (module.gate_proj, module.up_proj, module.down_proj)
-        if not all(type(layer) is nn.Linear and layer.bias is None and _is_whole(layer.weight) for layer in layers):
+        if not _are_plain(layers):
             return self._own(x)  # type: ignore[no-any-return]
         rows = x.reshape(-1, x.shape[-1])
         output = gated_feed_forward(rows, *(layer.weight for layer in layers))
         return output.view(*x.shape[:-1], -1)
+
+
+class _RotaryAttention:
+    """Forward of an attention module over a forest; with adapted or sharded layers it is the module's own."""
+
+    def __init__(self, module: nn.Module, window: int | None) -> None:
+        self._module, self._own, self._window = module, module.forward, window
+
+    def __call__(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+        module: Any = self._module
+        layers = _projections(module)
+        if "forest_plans" not in given or not _are_plain(layers):
+            return self._own(hidden_states, **given)  # type: ignore[no-any-return]
+        cos, sin = given["position_embeddings"]
+        plan = given["forest_plans"].for_window(self._window)
+        query, key, value, output = (layer.weight for layer in layers)
+        read = rotary_attention(hidden_states[0], (query, key, value, output), (cos[0], sin[0]), plan, module.scaling)
+        return read[None], None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,13 +135,22 @@ class _Gated(torch.autograd.Function):
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
         grad_inner = torch.mm(grad, down)
         active = functional.silu(gated)
-        grad_down = torch.mm(grad.t(), active * raised) if wants_down else None
+        grad_down = weight_gradient(down, grad, active * raised) if wants_down else None
         grad_raised = active.mul_(grad_inner)
         grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(raised), gated)
         grad_x = torch.mm(grad_gated, gate).addmm_(grad_raised, up) if wants_x else None
-        grad_gate = torch.mm(grad_gated.t(), x) if wants_gate else None
-        grad_up = torch.mm(grad_raised.t(), x) if wants_up else None
+        grad_gate = weight_gradient(gate, grad_gated, x) if wants_gate else None
+        grad_up = weight_gradient(up, grad_raised, x) if wants_up else None
         return grad_x, grad_gate, grad_up, grad_down
+
+
+def _are_plain(layers: Sequence[Any]) -> bool:
+    """Linear layers without bias or adapter, of whole weights."""
+    return all(type(layer) is nn.Linear and layer.bias is None and _is_whole(layer.weight) for layer in layers)
+
+
+def _projections(module: nn.Module) -> list[Any]:
+    return [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 
 
 def _is_whole(weight: object) -> bool:
@@ -134,10 +173,10 @@ def _is_norm(module: nn.Module) -> bool:
 @torch.no_grad()
 def _is_gated(module: nn.Module) -> bool:
     """A SwiGLU that computes nothing else: families put multipliers or clamps between layers of these very names."""
-    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
+    layers: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not _are_plain(layers):
         return False
-    gate, up, down = (layer.weight for layer in layers if layer is not None)
+    gate, up, down = (layer.weight for layer in layers)
     if not gate.shape == up.shape == down.t().shape:
         return False
     x = _probe(gate.shape[1], gate)
@@ -149,17 +188,57 @@ def _is_gated(module: nn.Module) -> bool:
         own = module(x)
     except Exception:  # it wants more than hidden states: nothing that is known here
         return False
-    if not isinstance(own, Tensor) or own.shape != x.shape:
+    return _agree(own, gated_feed_forward(x, gate, up, down))
+
+
+@torch.no_grad()
+def _as_rotary(module: nn.Module) -> _RotaryAttention | None:
+    """The replacement of an attention module that turns pairs half a head apart, and does nothing else to its projections."""
+    layers = _projections(module)
+    width, scaling = getattr(module, "head_dim", None), getattr(module, "scaling", None)
+    if not _are_plain(layers) or not isinstance(width, int) or not isinstance(scaling, float):
+        return None
+    query, key, value, output = (layer.weight for layer in layers)
+    if not (query.shape == output.t().shape and key.shape == value.shape and len(query) % len(key) == len(key) % width == 0):
+        return None
+    forest = _probe_forest()
+    plans = AttentionPlans(forest, query.device, query.dtype)
+    x = _probe(query.shape[1], query, forest.num_nodes)
+    angles = _probe(width, query, forest.num_nodes)
+    # Scores of which some differ much, so that it shows when only they are computed in another way.
+    x = (x * 4 / (x @ query.t().float()).abs().amax()).to(query.dtype)
+    cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+    try:
+        own, _ = module(x[None], position_embeddings=(cos[None], sin[None]), attention_mask=None, forest_plans=plans)
+    except Exception:  # it wants more, or gives more
+        return None
+    if len(plans.windows) != 1:
+        return None
+    (window,) = plans.windows
+    expected = rotary_attention(x, (query, key, value, output), (cos, sin), plans.for_window(window), scaling)
+    return _RotaryAttention(module, window) if _agree(own, expected[None]) else None
+
+
+def _probe_forest() -> Forest:
+    """Two samples that begin alike."""
+    samples = [
+        TrainingSample(ids, (0,) * 5 + (1,), (0.0,) * 6, (0.0,) * 6, 0, 0) for ids in ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7, 8, 9))
+    ]
+    return grow([TrainedTokens(sample, np.array([5]), 1) for sample in samples])
+
+
+def _agree(own: object, ours: Tensor) -> bool:
+    """Whether the module's own output and ours are the same but for rounding, row by row, and not simply zero."""
+    if not isinstance(own, Tensor) or own.shape != ours.shape:
         return False
-    expected = gated_feed_forward(x, gate, up, down).double()
-    largest = expected.abs().amax(-1, keepdim=True)
-    return bool((largest > 0).all() and ((own.double() - expected).abs() <= _tolerance(gate) * largest).all())
+    largest = ours.double().abs().amax(-1, keepdim=True)
+    return bool((largest > 0).all() and ((own.double() - ours.double()).abs() <= _tolerance(ours) * largest).all())
 
 
 def _tolerance(weight: Tensor) -> float:
     return 1e-5 if weight.dtype in (torch.float32, torch.float64) else 2e-2
 
 
-def _probe(width: int, like: Tensor) -> Tensor:
-    """[_PROBE_ROWS, width] in float32; no two rows point the same way."""
-    return torch.linspace(-1.7, 2.3, _PROBE_ROWS * width, device=like.device).view(_PROBE_ROWS, width)
+def _probe(width: int, like: Tensor, rows: int = _PROBE_ROWS) -> Tensor:
+    """[rows, width] in float32; no two rows point the same way."""
+    return torch.linspace(-1.7, 2.3, rows * width, device=like.device).view(rows, width)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_LOGITS_BYTES = 24 * 2**20
-"""Logits that are made at one time; small enough for the allocator to use the same memory again."""
+from evergrad.training.weight_gradients import held_gradient
+
+_MAX_LOGITS_BYTES = 64 * 2**20
+"""Logits that are made at one time: enough rows for fast products, and few passes over the gradient of the weight."""
 
 _MAX_KEPT_BYTES = 256 * 2**20
 """Distributions that are kept for the backward pass when all of them fit; otherwise they are made again there."""
@@ -83,7 +85,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, bias, temperatures, row_of_pair, targets, entropies = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        held = held_gradient(weight) if wants_weight else None
+        grad_weight = torch.zeros_like(weight) if wants_weight and held is None else held
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         grad = temperatures.new_zeros(len(targets)) if grad is None else grad
         kept, ctx.kept = ctx.kept[::-1], []
@@ -108,7 +111,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight if held is None else None, grad_bias, None, None, None, None
 
 
 def _every_logprob(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, tempered: bool) -> Tensor:

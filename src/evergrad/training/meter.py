@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -75,12 +77,14 @@ class Meter:
         sums = Sums()
         for each in sums_of_ranks:
             sums.add(each)
+        batch_tokens = sum(len(sample.token_ids) for sample in self._batch.samples)
         metrics = {
             "loss": sums.loss,
             "valid_tokens": float(self._batch.num_valid_tokens),
             "gradient_tokens": float(sums.tokens),
             "trained_tokens": float(sums.nodes),
-            "batch_tokens": float(sum(len(sample.token_ids) for sample in self._batch.samples)),
+            "batch_tokens": float(batch_tokens),
+            "useful_token_share": sums.tokens / batch_tokens if batch_tokens else 0.0,
             "micro_batches": float(sums.micro_batches),
         }
         metrics |= {name: total / count for name, (total, count) in sums.figures.items()}
@@ -91,3 +95,13 @@ class Meter:
                 "mismatch_kl": sums.mismatch_kl / sums.tokens,
             }
         return metrics
+
+
+def memory_gib(*, peak: bool = False) -> float:
+    """What the process holds of the machine's memory, or of the GPU's once it computes there; GiB."""
+    if torch.cuda.is_available() and torch.cuda.memory_allocated():
+        return float(torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**30
+    statm = Path("/proc/self/statm")
+    if peak or not statm.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**30

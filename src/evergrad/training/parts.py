@@ -6,6 +6,8 @@ take seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -48,3 +50,13 @@ def like(parameter: Tensor, values: Tensor) -> Tensor:
     from evergrad.training.sharding import distribute_like
 
     return distribute_like(parameter, values)
+
+
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Over all entries, a float64 scalar.
+
+    Row by row first, then in double precision: one long float32 sum is off by some 1e-6 of itself, and with it every gradient
+    that a norm scales down; and what a float32 can hold may have a square that it cannot.
+    """
+    rows = [torch.linalg.vector_norm(tensor, dim=-1).reshape(-1) for tensor in tensors]
+    return torch.cat(rows).double().square().sum()

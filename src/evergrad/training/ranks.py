@@ -20,7 +20,9 @@ from torch import Tensor
 from evergrad.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from evergrad.training.config import TrainerConfig, TrainerError
 from evergrad.training.forest import Forest, Together, TrainedTokens, plant
+from evergrad.training.layerwise import decoder_layers, rounded
 from evergrad.training.model import ScoreForest, score_forest
+from evergrad.training.parts import sum_of_squares
 from evergrad.transfer.worker import pick_device
 
 P = ParamSpec("P")
@@ -68,9 +70,19 @@ class Ranks:
         """Where the whole model is loaded and checked before :meth:`place`, as no GPU may have room for it; None: there."""
         return None
 
-    def place(self, model: Any) -> ScoreForest:
-        """Puts this rank's part of the model where it belongs; returns what scores a forest with it."""
-        return functools.partial(score_forest, model)
+    def place(self, model: Any, compute_dtype: torch.dtype | None) -> ScoreForest:
+        """Puts this rank's part of the model where it belongs; returns what scores a forest with it.
+
+        Args:
+            compute_dtype: What weights are rounded to when they are used; None for as they are.
+        """
+        score: ScoreForest = functools.partial(score_forest, model)
+        if compute_dtype is None:
+            return score
+        layers = decoder_layers(model)
+        for layer in layers:
+            layer.forward = rounded(layer, layer.forward, compute_dtype)
+        return rounded(model, score, compute_dtype, but=layers)
 
     def share(self, trained: Sequence[TrainedTokens], max_nodes: int, *, keep: Together | None = None) -> Share:
         """This rank's micro-batches of what is trained; see ``forest.plant``."""
@@ -84,13 +96,16 @@ class Ranks:
         """What each rank gave, on every rank, in order."""
         return [value]
 
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Adds up, in place, what each share of the batch gave; the sums are the same on every rank."""
+
     def parameter_groups(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         """Parameters, or their gradients, that one call of an optimizer or norm can take."""
         return [list(parameters)]
 
     def norm(self, gradients: Iterable[Tensor]) -> float:
         """L2 norm of the whole gradient."""
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return float(sum_of_squares(gradients).sqrt())
 
     def write_checkpoint(self, folder: Path | str, checkpoint: Checkpoint) -> Future[None]:
         """Writes ``folder`` whole or not at all; see ``checkpoint.write_checkpoint``.

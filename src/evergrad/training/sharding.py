@@ -26,15 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from evergrad.training.checkpoint import PARTS, Checkpoint, read_checkpoint, read_state
 from evergrad.training.config import TrainerConfig, TrainerError
 from evergrad.training.forest import Together, TrainedTokens, deal, grow
+from evergrad.training.layerwise import decoder_layers
 from evergrad.training.model import ScoreForest, Scores, score_forest
-from evergrad.training.parts import here
+from evergrad.training.parts import here, sum_of_squares
 from evergrad.training.ranks import Ranks, Share
 from evergrad.training.tensor_parallel import split_layers
 from evergrad.transfer.worker import pick_device
@@ -92,7 +93,7 @@ class ShardedRanks(Ranks):
             raise TrainerError(f"{self._config.ranks} ranks cannot share device '{name}'", hint="use 'cpu', 'cuda' or 'auto'")
         return self._device
 
-    def place(self, model: Any) -> ScoreForest:
+    def place(self, model: Any, compute_dtype: torch.dtype | None) -> ScoreForest:
         """Splits and shards the model in place.
 
         Raises:
@@ -100,12 +101,12 @@ class ShardedRanks(Ranks):
         """
         if self._config.tensor_parallel > 1:
             split_layers(model, self._mesh["tp"])
-        layers = set(model._no_split_modules or ())
-        for module in list(model.modules()):
-            if type(module).__name__ in layers:
-                fully_shard(module, mesh=self._mesh["fsdp"])
+        # Gradients are added up as they are kept, whatever they were computed with.
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=self._mesh["fsdp"], mp_policy=policy)
         # What is left, the embeddings and the last norm, is gathered for the whole of a pass.
-        fully_shard(model, mesh=self._mesh["fsdp"])
+        fully_shard(model, mesh=self._mesh["fsdp"], mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses divide by what the whole batch holds, so that gradients add up; FSDP would divide once more.
@@ -143,6 +144,12 @@ class ShardedRanks(Ranks):
         dist.all_gather_object(values, value, group=self.objects)
         return values
 
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            # Over all ranks, those that computed the same samples too, so that one sum reaches all to the last bit.
+            dist.all_reduce(tensor)
+            tensor /= self._config.tensor_parallel
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """When the block raises an :class:`EvergradError` on one rank, it raises on all.
@@ -170,10 +177,9 @@ class ShardedRanks(Ranks):
         parts: dict[int, list[Tensor]] = {}
         for gradient in gradients:
             parts.setdefault(self._copies(gradient), []).append(here(gradient))
-        # In double precision, as a norm that a float32 can hold may have a square that it cannot.
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, group in parts.items():
-            squares += torch.nn.utils.get_total_norm(group).double() ** 2 / copies
+            squares += sum_of_squares(group) / copies
         dist.all_reduce(squares)
         return float(squares.sqrt())
 

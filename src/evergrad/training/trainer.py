@@ -28,38 +28,27 @@ from evergrad.training.checkpoint import Checkpoint
 from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
 from evergrad.training.critic import Critic
 from evergrad.training.forest import Forest, TrainedTokens
-from evergrad.training.lora import (
-    LoraLinear,
-    adapter_names,
-    add_lora,
-    as_reference,
-    load_adapter_tensors,
-    load_reference_tensors,
-    peft_settings,
-    reference_tensors,
-    write_adapter,
-)
 from evergrad.training.losses import Loss, TokenTensors, Totals
-from evergrad.training.meter import Meter
+from evergrad.training.memory import BudgetedMemory, Memory
+from evergrad.training.meter import Meter, memory_gib
 from evergrad.training.model import load_model, sequence_logprobs
 from evergrad.training.parts import fill, here, like, whole
 from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
 from evergrad.training.reading import Columns, in_order, read_off
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.training.updates import merged, mini_batches, with_proximal
-from evergrad.transfer import Publisher, load_adapter, load_tensors, merge_lora, whole_folder
-from evergrad.transfer.files import write_safetensors
+from evergrad.training.weights import FullWeights, LoraWeights, Weights
+from evergrad.transfer import Publisher, whole_folder
+from evergrad.transfer.process import keep_freed_memory
 from evergrad.transfer.proof import all_finite
 from evergrad.types import TrainingBatch, TrainingSample
-
-_NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files of a model folder that go along with an export."""
 
 
 class Trainer:
     """Owns the model that learns, its optimizer, and its place in the run.
 
-    Sets torch's number of threads when the configuration names one. The same batches in the same order from the same
+    Sets torch's number of threads when the configuration names one; on a CPU the whole process keeps the memory that it frees
+    (see :func:`~evergrad.transfer.process.keep_freed_memory`). The same batches in the same order from the same
     checkpoint give the same weights bit for bit on the CPUs of one machine with one number of threads and ranks. On a GPU they
     agree to rounding: some of its kernels add up in an order that is free.
 
@@ -92,15 +81,20 @@ class Trainer:
         if config.threads is not None:
             torch.set_num_threads(max(1, config.threads // config.ranks))
         self._device = self._ranks.device(config.device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         dtype = getattr(torch, config.dtype)
         master = torch.promote_types(dtype, torch.float32)
         loaded = self._ranks.load_device or self._device
         self._model: Any = load_model(config.model, dtype if config.method == "lora" else master, loaded)
-        self._lora: dict[str, LoraLinear] = {}
-        if config.method == "lora":
-            self._lora = self._add_lora(master)
-        self._score = self._ranks.place(self._model)
-        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        lora = config.method == "lora"
+        self._weights: Weights = LoraWeights(self._model, config, master) if lora else FullWeights(self._model, config)
+        mixed = self._device.type == "cuda" if config.mixed_precision is None else config.mixed_precision
+        self._score = self._ranks.place(self._model, torch.bfloat16 if mixed else None)
+        self._parameters = self._weights.parameters
+        self._memory = Memory(config.micro_batch_tokens)
+        if config.memory_gib is not None:
+            self._memory = BudgetedMemory(config, self._model, self._score, list(self._parameters.values()))
         self._optimizer = self._fresh_optimizer()
         self._critic = self._fresh_critic()
 
@@ -111,13 +105,6 @@ class Trainer:
     def watch(self, on_loss: Callable[[RanksLost], None]) -> None:
         """Calls ``on_loss`` once, from another thread, when a rank has died."""
         self._ranks.watch(on_loss)
-
-    def _add_lora(self, dtype: torch.dtype) -> dict[str, LoraLinear]:
-        head = self._model.get_output_embeddings()
-        layers = add_lora(self._model, self.config.lora, self.config.seed, dtype)
-        if self._model.get_output_embeddings() is not head:
-            raise TrainerError("the output embedding cannot be a LoRA target", hint="remove it from lora.targets")
-        return layers
 
     def _fresh_critic(self) -> Critic | None:
         if self.config.critic is None:
@@ -146,9 +133,10 @@ class Trainer:
         Before the first of several updates the policy is scored once, if the loss takes its ratio to it and the samples bring
         no ``proximal_logprobs``.
 
-        Returns the metrics of both and ``seconds``; of several updates the sum of work, ``updated``, ``skipped_nonfinite`` and
-        ``critic_skipped``, the largest ``grad_norm`` and ``ratio_max_error``, the mean of the rest. An update whose loss or
-        gradient is not finite is not applied, and counted in ``skipped_nonfinite``.
+        Returns the metrics of both, ``seconds``, ``tokens_per_s`` (of ``batch_tokens``) and ``memory_gib`` of this process; of
+        several updates the sum of work, ``updated``, ``skipped_nonfinite`` and ``critic_skipped``, the largest ``grad_norm``,
+        and ``ratio_max_error``, the mean of the rest. An update whose loss or gradient is not finite is not applied, and
+        counted in ``skipped_nonfinite``.
 
         Raises:
             TrainerError: the batch cannot be trained on (see :meth:`forward_backward`), or not be cut into mini-batches;
@@ -166,7 +154,8 @@ class Trainer:
         for part in parts:
             metrics = self.forward_backward(part, loss)
             reports.append(metrics | self.optim_step(lr))
-        return {**merged(reports, batch), "seconds": time.perf_counter() - started}
+        found, seconds = merged(reports, batch), time.perf_counter() - started
+        return {**found, "seconds": seconds, "tokens_per_s": found["batch_tokens"] / seconds, "memory_gib": memory_gib()}
 
     def _anchored(self, batch: TrainingBatch, parts: Sequence[TrainingBatch], rule: Loss) -> list[TrainingBatch]:
         """The parts with ``proximal_logprobs`` of the policy of now, if the loss reads them and nobody brought any."""
@@ -186,19 +175,21 @@ class Trainer:
 
         Metrics: ``loss``; ``valid_tokens`` (positions with a mask), ``gradient_tokens`` (those with a gradient),
         ``trained_tokens`` (distinct tokens computed, forward and backward), ``batch_tokens`` (all positions of all samples),
-        ``micro_batches``; for losses of sampled tokens also ``ratio_mean``, ``ratio_max_error`` (largest |π/μ − 1|) and
-        ``mismatch_kl`` (of behaviour and current policy, per trained token); and the loss's own figures, such as
-        ``clipped_share``, ``reference_kl``, ``entropy``, ``margin`` and ``pair_accuracy``.
+        ``useful_token_share`` (of these, those with a gradient), ``micro_batches``; for losses of sampled tokens also
+        ``ratio_mean``, ``ratio_max_error`` (largest |π/μ − 1|) and ``mismatch_kl`` (of behaviour and current policy, a trained
+        token); and the loss's own figures, such as ``clipped_share``, ``reference_kl``, ``entropy``, ``margin`` and
+        ``pair_accuracy``.
 
         Raises:
             TrainerError: a trained position is a sample's first, has a log-probability or advantage that the loss reads and
                 that is not finite, or a token that the model does not know; more masked positions than ``num_valid_tokens``;
-                a preference pair that is none; a reference that nobody has. Named by sample and position; nothing changed.
+                a preference pair that is none; a reference that nobody has; a sample that no budget of memory has room for.
+                Named by sample and position; nothing changed.
         """
         rule = loss.build()
         trained = self._trained(batch, rule)
         totals = totals_of(batch, rule)
-        share = self._ranks.share(trained, self.config.micro_batch_tokens, keep=kept_together(rule))
+        share = self._ranks.share(trained, self._memory.nodes_at_once(trained), keep=kept_together(rule))
         meter = Meter(batch, rule)
         for forest in share.forests:
             self._backward(forest, rule, totals, meter)
@@ -211,11 +202,13 @@ class Trainer:
         trained = trained_tokens(batch, rule, computes_reference=self.config.method == "lora", has_critic=has_critic)
         for item in trained:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
+        self._memory.nodes_at_once(trained)  # also before the first of several updates: what cannot fit changes nothing
         return trained
 
     def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
         reference = self._reference(forest) if rule.needs_reference else None
-        logprobs, entropies, states = self._score(forest, entropies=rule.needs_entropy)
+        with self._memory.computing(forest):
+            logprobs, entropies, states = self._score(forest, entropies=rule.needs_entropy)
 
         def column(field: str) -> Tensor:
             return torch.from_numpy(forest.column(field)).to(logprobs)
@@ -243,7 +236,8 @@ class Trainer:
         """As many forward and backward passes as :meth:`_backward` makes, with a gradient of zero."""
         if rule.needs_reference:
             self._reference(forest)
-        logprobs = self._score(forest).logprobs
+        with self._memory.computing(forest):
+            logprobs = self._score(forest).logprobs
         logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
 
     def _values(self, critic: Critic, forest: Forest, states: Tensor) -> Tensor:
@@ -255,7 +249,7 @@ class Trainer:
         if forest.items[0].sample.reference_logprobs is not None:
             wide = torch.promote_types(self._model.dtype, torch.float32)
             return torch.from_numpy(forest.column("reference_logprobs")).to(self._device, wide)
-        with as_reference(self._lora):
+        with self._weights.as_reference():
             return self._score(forest).logprobs
 
     @on_all_ranks
@@ -270,14 +264,11 @@ class Trainer:
             TrainerError: a masked token is a sample's first or unknown to the model, or the reference of a full fine-tuning
                 was asked for.
         """
-        if reference and self.config.method == "full":
-            raise TrainerError(
-                "full fine-tuning keeps no reference", hint="score without reference=True before the first update"
-            )
+        computed = self._weights.as_reference() if reference else nullcontext()
         wanted = scored_tokens(samples)
         for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-        with as_reference(self._lora) if reference else nullcontext():
+        with computed:
             scored = self._read_off(wanted, lambda forest: [self._score(forest).logprobs])
         return [row[0] for row in in_order(samples, scored, 1)]
 
@@ -304,7 +295,7 @@ class Trainer:
         return [row[0] for row in rows], [row[1] for row in rows]
 
     def _read_off(self, wanted: Sequence[TrainedTokens], columns: Columns) -> dict[int, list[tuple[float, ...]]]:
-        return read_off(self._ranks, self.config.micro_batch_tokens, wanted, columns)
+        return read_off(self._ranks, self._memory.nodes_at_once(wanted, backward=False), wanted, columns)
 
     @on_all_ranks
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
@@ -327,7 +318,7 @@ class Trainer:
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        critic = self._critic.optim_step() if self._critic is not None else {}
+        critic = self._critic.optim_step(self._ranks) if self._critic is not None else {}
         return {
             "grad_norm": norm,
             "lr": rate,
@@ -352,19 +343,11 @@ class Trainer:
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of what :meth:`write_weights` writes."""
-        if self.config.transfer.adapter_only:
-            parameters = ((name, self._parameters[here]) for name, here in adapter_names(self._lora))
-            return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters}
-        if self.config.method == "full":
-            return {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
-        return {f"{name}.weight": (tuple(layer.weight.shape), layer.weight.dtype) for name, layer in self._lora.items()}
+        return self._weights.layout()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that training can change, whole, adapters merged, under Hugging Face names; tied ones once."""
-        if self.config.method == "full":
-            yield from ((name, self._whole(name)) for name in self._parameters)
-        for name, layer in self._lora.items():
-            yield f"{name}.weight", merge_lora(*self._lora_parts(name), layer.scale)
+        return self._weights.named(self._whole)
 
     def write_weights(self, publisher: Publisher) -> None:
         """Begins a version of ``publisher``, which is made for :meth:`layout`, and fills it with :meth:`named_weights`, without
@@ -373,26 +356,11 @@ class Trainer:
         Raises:
             TransferError: the publisher has no room for it.
         """
-        views = publisher.begin()
-        if self.config.transfer.adapter_only:
-            for name, here in adapter_names(self._lora):
-                publisher.write(name, self._whole(here))
-            return
-        if self.config.method == "full":
-            for name in self._parameters:
-                publisher.write(name, self._whole(name))
-        for name, layer in self._lora.items():
-            merge_lora(*self._lora_parts(name), layer.scale, out=views[f"{name}.weight"])
-            publisher.written(f"{name}.weight")
+        self._weights.write(publisher, publisher.begin(), self._whole)
 
     def adapter(self) -> dict[str, Any] | None:
         """PEFT's configuration of the adapter, where its parts are what is published."""
-        if not self.config.transfer.adapter_only:
-            return None
-        return peft_settings(self._lora, self.config.lora, str(Path(self.config.model).absolute()))
-
-    def _lora_parts(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        return self._whole(f"{name}.weight"), self._whole(f"{name}.lora_a"), self._whole(f"{name}.lora_b")
+        return self._weights.adapter()
 
     @on_all_ranks
     def _whole(self, name: str) -> Tensor:
@@ -434,7 +402,7 @@ class Trainer:
             dict(self._parameters),
             state,
             torch.get_rng_state(),
-            dict(reference_tensors(self._lora)),
+            self._weights.reference(),
             self._critic.state() if self._critic is not None else {},
         )
         return self._ranks.write_checkpoint(folder, checkpoint)
@@ -456,7 +424,7 @@ class Trainer:
             )
         for name, parameter in self._parameters.items():
             fill(parameter, checkpoint.weights[name])
-        load_reference_tensors(self._lora, checkpoint.reference)
+        self._weights.load_reference(checkpoint.reference)
         self._optimizer = self._fresh_optimizer()
         for name, values in checkpoint.optimizer.items():
             parameter = self._parameters[name]
@@ -474,15 +442,7 @@ class Trainer:
             TransferError: the disk refused; what was at ``folder`` is untouched.
         """
         with whole_folder(folder) as partial:
-            if self.config.method == "lora":
-                write_adapter(partial, self._lora, self._whole, self.config.lora, str(Path(self.config.model).absolute()))
-                return
-            for pattern in _NOT_WEIGHTS:
-                for path in Path(self.config.model).glob(pattern):
-                    if not path.name.endswith(".index.json"):
-                        (partial / path.name).write_bytes(path.read_bytes())
-            self._model.config.save_pretrained(partial)  # the trained dtype, not the base's
-            write_safetensors(partial / "model.safetensors", self.named_weights())
+            self._weights.export(partial, self._whole)
 
     @on_all_ranks
     def reset(self, weights_uri: str | None = None) -> None:
@@ -493,36 +453,14 @@ class Trainer:
         Raises:
             TrainerError, TransferError: the export does not fit or is damaged; the trainer is as it was.
         """
-        if self.config.method == "lora":
-            if weights_uri is None:
-                self._reset_lora()
-            else:
-                load_adapter_tensors(self._lora, *load_adapter(weights_uri))
-                for layer in self._lora.values():
-                    layer.freeze()
-        else:
-            self._load_full(weights_uri or self.config.model)
+        self._weights.restart(weights_uri)
         self._optimizer = self._fresh_optimizer()
         self._critic = self._fresh_critic()
         self.updates = 0
 
-    def _reset_lora(self) -> None:
-        generator = torch.Generator().manual_seed(self.config.seed)
-        for layer in self._lora.values():
-            layer.reset(generator)
-
-    def _load_full(self, weights_uri: str) -> None:
-        tensors = load_tensors(weights_uri)
-        for name, parameter in self._parameters.items():
-            if name not in tensors or tensors[name].shape != parameter.shape:
-                raise TrainerError(f"'{name}' is missing or of another shape", where=weights_uri)
-        for name, parameter in self._parameters.items():
-            fill(parameter, tensors[name])
-
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}
-        lora = self.config.lora.model_dump(mode="json") if self.config.method == "lora" else None
-        identity = {"method": self.config.method, "lora": lora, "model": Path(self.config.model).name, "shapes": shapes}
+        identity = {**self._weights.identity(), "model": Path(self.config.model).name, "shapes": shapes}
         return identity if self.config.critic is None else {**identity, "critic": self.config.critic.hidden}
 
 

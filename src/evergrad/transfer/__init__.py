@@ -19,7 +19,15 @@ from evergrad.transfer.layout import Layout, Manifest, TensorSpec, TransferError
 from evergrad.transfer.plan import Placement, make_plan
 
 if TYPE_CHECKING:
-    from evergrad.transfer.adapters import NamedTensors, load_adapter, merge_lora, merged_tensors
+    from evergrad.transfer.adapters import (
+        NamedTensors,
+        load_adapter,
+        lora_scale,
+        merge_lora,
+        merged_tensors,
+        require_base,
+        row_norms,
+    )
     from evergrad.transfer.config import TransferConfig
     from evergrad.transfer.ends import Publisher, Receiver, open_publisher, open_receiver
     from evergrad.transfer.files import load_tensors, save_tensors, whole_folder
@@ -43,11 +51,14 @@ __all__ = [
     "WireReceiver",
     "load_adapter",
     "load_tensors",
+    "lora_scale",
     "make_plan",
     "merge_lora",
     "merged_tensors",
     "open_publisher",
     "open_receiver",
+    "require_base",
+    "row_norms",
     "save_tensors",
     "whole_folder",
 ]
@@ -63,10 +74,13 @@ _HOMES = {
     "WireReceiver": "receiver",
     "load_adapter": "adapters",
     "load_tensors": "files",
+    "lora_scale": "adapters",
     "merge_lora": "adapters",
     "merged_tensors": "adapters",
     "open_publisher": "ends",
     "open_receiver": "ends",
+    "require_base": "adapters",
+    "row_norms": "adapters",
     "save_tensors": "files",
     "whole_folder": "files",
 }

@@ -1,7 +1,8 @@
 """LoRA adapters in PEFT layout, merged into full tensors.
 
 PEFT layout (peft's ``LoraConfig`` and ``save_pretrained``): ``adapter_config.json`` and ``adapter_model.safetensors`` with
-names ``base_model.model.<module>.lora_A.weight`` [rank, in] and ``…lora_B.weight`` [out, rank].
+names ``base_model.model.<module>.lora_A.weight`` [rank, in] and ``…lora_B.weight`` [out, rank], and for DoRA
+``…lora_magnitude_vector`` [out].
 """
 
 from __future__ import annotations
@@ -21,22 +22,60 @@ from evergrad.transfer.layout import TransferError
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Name and tensor, one after another; a consumer may drop each before it takes the next."""
 
-_KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight$")
+_KEY = re.compile(
+    r"^base_model\.model\.(?P<module>.+)\.lora_((?P<half>[AB])(\.default)?\.weight|magnitude_vector(\.default)?(\.weight)?)$"
+)
+_MAGNITUDE = "magnitude"
 
 # Each of these changes what the adapter means; an adapter that uses one would be merged wrongly.
-_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices")
+_UNSUPPORTED = ("fan_in_fan_out", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices")
+
+
+def lora_scale(alpha: float, rank: int, *, rslora: bool) -> float:
+    """``alpha / rank``, or ``alpha / √rank``, which keeps the size of an update at any rank (Kalajdzievski 2023, arXiv
+    2312.03732)."""
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def row_norms(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Length of each row of ``weight + scale · lora_b @ lora_a``, [out], in fp32 or wider."""
+    wide = _wide(weight, lora_a)
+    rows = torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scale)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms
 
 
 def merge_lora(
-    weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float, out: torch.Tensor | None = None
+    weight: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    magnitude: torch.Tensor | None = None,
+    *,
+    scale: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``weight + scale · lora_b @ lora_a``, computed in fp32 or wider. ``weight`` [out, in], ``lora_a`` [rank, in],
-    ``lora_b`` [out, rank]. With ``out``, written there without a temporary when the dtypes agree."""
-    wide = torch.promote_types(torch.promote_types(weight.dtype, lora_a.dtype), torch.float32)
-    if out is not None and out.dtype == wide:
-        return torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scale, out=out)
-    merged = torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scale)
+    """``weight + scale · lora_b @ lora_a``, computed in fp32 or wider.
+
+    Args:
+        weight: [out, in].
+        lora_a: [rank, in].
+        lora_b: [out, rank].
+        magnitude: [out], of DoRA: the length that each row is brought to (Liu et al. 2024, arXiv 2402.09353).
+        scale: See :func:`lora_scale`.
+        out: Where to write it, without a temporary when the dtypes agree.
+    """
+    wide = _wide(weight, lora_a)
+    place = out if out is not None and out.dtype == wide else None
+    merged = torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scale, out=place)
+    if magnitude is not None:
+        merged.mul_((magnitude.to(wide) / torch.linalg.vector_norm(merged, dim=1))[:, None])
+    if place is not None:
+        return place
     return merged.to(weight.dtype) if out is None else out.copy_(merged)
+
+
+def _wide(weight: torch.Tensor, lora_a: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(weight.dtype, lora_a.dtype), torch.float32)
 
 
 def load_adapter(folder: Path | str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -53,41 +92,66 @@ def load_adapter(folder: Path | str) -> tuple[dict[str, Any], dict[str, torch.Te
     return config, load_tensors(folder)
 
 
+def require_base(config: Mapping[str, Any], base: str, where: str | None = None) -> None:
+    """Holds the base that an adapter names against the one it is to be put on; one that names none passes.
+
+    Args:
+        config: Of the adapter.
+        base: Folder or name; the last part of it counts, as folders move.
+
+    Raises:
+        TransferError: it is another; an adapter fits any model of the same shapes, and would make nonsense of it.
+    """
+    named = config.get("base_model_name_or_path")
+    if named and Path(named).name != Path(base).name:
+        raise TransferError(
+            f"the adapter is for base '{Path(named).name}', not '{Path(base).name}'",
+            where=where,
+            hint="use its own base; if that only has another name here, write it into base_model_name_or_path",
+        )
+
+
 def merged_tensors(
     base: Mapping[str, torch.Tensor],
     adapter: Path | str | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+    base_model: str | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of ``base`` that the adapter changes, merged, under their Hugging Face names.
 
     ``adapter`` is a PEFT folder, or its configuration and tensors. All is checked before the first tensor is yielded: an
-    adapter of which any part matches nothing is refused, so that a base can never be served under an adapter's name.
+    adapter of which any part matches nothing is refused, so that a base can never be served under an adapter's name. With
+    ``base_model``, the folder that ``base`` is of, so is one that names another.
 
     Raises:
-        TransferError: a key that is no LoRA half or has no partner, a module that ``base`` lacks, a shape that does not fit,
-            or a feature of PEFT that this merge does not know.
+        TransferError: see :func:`require_base`; a key that is no LoRA half or has no partner, a module that ``base`` lacks, a
+            shape that does not fit, or a feature of PEFT that this merge does not know.
     """
     config, tensors = load_adapter(adapter) if isinstance(adapter, (str, Path)) else adapter
     where = str(adapter) if isinstance(adapter, (str, Path)) else None
-    halves = _paired_halves(config, tensors, where)
-    for module, (lora_a, lora_b) in halves.items():
+    if base_model is not None:
+        require_base(config, base_model, where)
+    parts_of = _parts(config, tensors, where)
+    for module, (lora_a, lora_b, *magnitude) in parts_of.items():
         weight = base.get(f"{module}.weight")
         if weight is None:
             raise TransferError(f"the adapter changes '{module}', which the base does not have", where=where)
         expected = (lora_b.shape[0], lora_a.shape[1])
-        if tuple(weight.shape) != expected or lora_a.shape[0] != lora_b.shape[1]:
+        odd = lora_a.shape[0] != lora_b.shape[1] or any(each.shape != lora_b.shape[:1] for each in magnitude)
+        if tuple(weight.shape) != expected or odd:
             raise TransferError(f"'{module}' is {tuple(weight.shape)}, the adapter is for {expected}", where=where)
 
     def generate() -> Iterator[tuple[str, torch.Tensor]]:
-        for module, (lora_a, lora_b) in halves.items():
+        for module, parts in parts_of.items():
             name = f"{module}.weight"
-            yield name, merge_lora(base[name], lora_a, lora_b, _scale(config, module, lora_a.shape[0]))
+            yield name, merge_lora(base[name], *parts, scale=_scale(config, module, parts[0].shape[0]))
 
     return generate()
 
 
-def _paired_halves(
+def _parts(
     config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str | None
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Of each module A, B and, with DoRA, the magnitudes."""
     for feature in _UNSUPPORTED:
         if config.get(feature):
             raise TransferError(f"the adapter uses '{feature}', which cannot be merged here", where=where)
@@ -98,11 +162,12 @@ def _paired_halves(
         match = _KEY.match(name)
         if match is None:
             raise TransferError(f"'{name}' is not a LoRA tensor", where=where, hint="only LoRA on linear layers merges")
-        found.setdefault(match["module"], {})[match["half"]] = tensor
-    lonely = [module for module, halves in found.items() if len(halves) != 2]
-    if lonely or not found:
-        raise TransferError(f"LoRA halves without partner: {', '.join(lonely) or 'no tensors at all'}", where=where)
-    return {module: (halves["A"], halves["B"]) for module, halves in found.items()}
+        found.setdefault(match["module"], {})[match["half"] or _MAGNITUDE] = tensor
+    wanted = ("A", "B", _MAGNITUDE) if config.get("use_dora") else ("A", "B")
+    odd = [module for module, parts in found.items() if parts.keys() != set(wanted)]
+    if odd or not found:
+        raise TransferError(f"not exactly {', '.join(wanted)} of {', '.join(odd) or 'any module'}", where=where)
+    return {module: tuple(parts[each] for each in wanted) for module, parts in found.items()}
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
@@ -111,4 +176,4 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = float(value)
             break
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return lora_scale(alpha, rank, rslora=bool(config.get("use_rslora")))

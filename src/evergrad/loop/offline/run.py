@@ -12,7 +12,6 @@ for bit on one CPU with one number of threads, as if it had not been.
 
 from __future__ import annotations
 
-import resource
 import time
 from contextlib import ExitStack
 from decimal import Decimal
@@ -36,6 +35,7 @@ from evergrad.loop.offline.screen import TrainScreen
 from evergrad.registry import base_model
 from evergrad.registry.tiny import quiet_transformers
 from evergrad.training import TrainerConfig
+from evergrad.training.meter import memory_gib
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.training.sinks.jsonl import Jsonl
 from evergrad.training.trainer import Trainer
@@ -151,9 +151,7 @@ class _Run:
         figures |= {
             "epoch": self.plan.epoch(number),
             "tokens": progress.tokens,
-            "tokens_per_s": figures["batch_tokens"] / max(seconds, 1e-9),
             "seconds": seconds,
-            "memory_gib": _memory_gib(),
             "wall_s": time.monotonic() - self._started,
         }
         due = self._due(progress.step)
@@ -251,7 +249,7 @@ class _Run:
             },
             "tokens": progress.tokens,
             "tokens_per_s": progress.tokens / progress.train_s if progress.train_s else None,
-            "peak_memory_gib": _memory_gib(peak=True),
+            "peak_memory_gib": memory_gib(peak=True),
             "wall_s": progress.wall_s,
             "checkpoints": self.folder.steps(),
             "final": self.folder.final.name,
@@ -267,13 +265,3 @@ def _trainer_config(config: TrainConfig) -> TrainerConfig:
     settings = config.trainer.model_dump()
     settings["optimizer"]["lr"] = config.schedule.lr
     return TrainerConfig.model_validate({"model": str(base_model(config.model)), "seed": config.seed, **settings})
-
-
-def _memory_gib(*, peak: bool = False) -> float:
-    """What the process holds of the machine's memory, or of the GPU's once it computes there; GiB."""
-    if torch.cuda.is_available() and torch.cuda.memory_allocated():
-        return float(torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**30
-    statm = Path("/proc/self/statm")
-    if peak or not statm.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**30

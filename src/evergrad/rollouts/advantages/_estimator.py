@@ -15,6 +15,8 @@ class Estimator:
 
     of_group: Callable[[Sequence[float]], list[float]]
     """Rewards of a group's trainable rollouts to one finite number for each."""
+    by_turn: bool = False
+    """``of_group`` gets what was earned from one turn on, turn after turn, of the rollouts that have reached it."""
     of_batch: Callable[[Sequence[float]], list[float]] | None = None
     """Numbers of all trained tokens of a batch to their advantages; None leaves them as they are."""
     least_group: int = 2

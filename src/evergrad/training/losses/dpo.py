@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from evergrad.training.losses.base import TokenTensors
-from evergrad.training.losses.pairs import PairLoss, log_ratio_scores
+from evergrad.training.losses.pairs import ReferencePairLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Dpo(PairLoss):
+class Dpo(ReferencePairLoss):
     """``−(1 − ε) log σ(β Δ) − ε log σ(−β Δ)`` with ``Δ = log π/π_ref (chosen) − log π/π_ref (rejected)``.
 
     Rafailov et al. 2023 (arXiv 2305.18290); ε is ``label_smoothing``, for labels that are wrong with that probability.
@@ -24,13 +23,6 @@ class Dpo(PairLoss):
     length_normalized: bool = False
     """Takes the mean over each answer's tokens instead of the sum, so that long answers do not win by length; β is then to be
     some answer lengths larger."""
-
-    @property
-    def needs_reference(self) -> bool:
-        return True
-
-    def scores(self, tokens: TokenTensors) -> Tensor:
-        return log_ratio_scores(tokens, self.length_normalized)
 
     def preference(self, margin: Tensor) -> Tensor:
         from torch.nn.functional import logsigmoid

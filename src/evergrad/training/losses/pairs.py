@@ -55,6 +55,27 @@ class PairLoss(Loss):
         return {"margin": margin, "pair_accuracy": margin > 0}
 
 
+class ReferencePairLoss(PairLoss):
+    """One whose answers are scored by ``log π/π_ref``."""
+
+    reference_free: bool = False
+    """Scores by ``log π``, as if the reference found all answers equally likely; none is computed then."""
+    length_normalized: bool = False
+    """Takes the mean over each answer's tokens instead of the sum."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return not self.reference_free
+
+    def scores(self, tokens: TokenTensors) -> Tensor:
+        logprobs = tokens.logprobs
+        if not self.reference_free:
+            assert tokens.reference_logprobs is not None
+            logprobs = logprobs - tokens.reference_logprobs
+        sums = tokens.rollout_sums(logprobs)
+        return sums / tokens.lengths if self.length_normalized else sums
+
+
 def _signs(tokens: TokenTensors) -> Tensor:
     """[answers] 1 for the chosen answer, −1 for the rejected one."""
     return tokens.rollout_sums(tokens.advantages).sign()
@@ -63,10 +84,3 @@ def _signs(tokens: TokenTensors) -> Tensor:
 def _over_pairs(values: Tensor, tokens: TokenTensors) -> Tensor:
     """[answers] → [pairs]; a sum of two is the same in either order."""
     return values.new_zeros(tokens.num_rollouts // 2).index_add(0, tokens.group, values)
-
-
-def log_ratio_scores(tokens: TokenTensors, length_normalized: bool) -> Tensor:
-    """``log π/π_ref`` of each answer, or its mean over the answer's tokens, [answers]."""
-    assert tokens.reference_logprobs is not None
-    sums = tokens.rollout_sums(tokens.logprobs - tokens.reference_logprobs)
-    return sums / tokens.lengths if length_normalized else sums
