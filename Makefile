@@ -15,7 +15,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-train bench-learn bench-gate bench-router docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -84,6 +84,9 @@ bench-gate: $(READY)  ## The gate's promises over long series, by simulation; on
 
 bench-router: $(READY)  ## Our router against three other rules, 16 simulated replicas, 2,000 sessions; one line of JSON
 	$(BIN)/python -m benchmarks.bench_router
+
+bench-transfer: $(READY)  ## Half a gigabyte of weights into an engine: shared memory against memcpy, sparse against dense; one line of JSON
+	$(BIN)/python -m benchmarks.bench_transfer
 
 bench-train: $(READY)  ## Our optimizer step against TRL's on the same batch (installs the extra trl first); one line of JSON
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'

@@ -274,6 +274,7 @@ def test_a_release_is_shown_step_by_step_and_ended_by_hand(cli: Cli, run: Path) 
     ]  # fmt: skip
     assert cli("model", "rollback", "--reason", "complaints").out == (
         "production stays with demo-c1-rl; the release of next has ended\n"
+        "Undo: evergrad model promote next --alias production --run runs/demo\n"
     )
     out = cli("model", "show", "next").out
     user = _user()

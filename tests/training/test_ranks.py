@@ -359,9 +359,9 @@ def test_weights_after_steps_are_those_of_one_rank_in_every_form(fresh: tuple[Tr
         torch.testing.assert_close(tensor, expected[name], **CLOSE)
     assert one.layout() == several.layout()
     with SlotPublisher(several.layout()) as publisher:
-        several.write_weights(publisher.begin())
-        assert equal({name: view.clone() for name, view in publisher.views(0).items()}, weights(several))
+        several.write_weights(publisher)
         publisher.finish(1)
+        assert equal({name: view.clone() for name, view in publisher.views(0).items()}, weights(several))
     for number, trainer in enumerate(fresh):
         trainer.export(tmp_path / str(number))
     left, right = load_tensors(tmp_path / "0"), load_tensors(tmp_path / "1")

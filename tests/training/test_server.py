@@ -109,9 +109,9 @@ async def test_a_session_from_step_to_published_weights(model_folder: Path, tmp_
 
 
 def checksums(receiver: SlotReceiver) -> dict[str, str]:
-    from evergrad.transfer.slots import _checksum
+    from evergrad.transfer.proof import checksum
 
-    return {name: _checksum(tensor) for name, tensor in receiver.tensors().items()}
+    return {name: checksum(tensor) for name, tensor in receiver.tensors().items()}
 
 
 def test_a_batch_on_the_wire_is_the_batch() -> None:

@@ -191,9 +191,9 @@ def test_what_is_written_into_slots_is_what_is_named(model_folder: Path, method:
     trainer = new_trainer(model_folder, method)
     trainer.step(make_batch(0), CROSS_ENTROPY)
     with SlotPublisher(trainer.layout()) as publisher:
-        trainer.write_weights(publisher.begin())
-        assert equal({n: t.clone() for n, t in publisher.views(0).items()}, weights(trainer))
+        trainer.write_weights(publisher)
         publisher.finish(1)
+        assert equal({n: t.clone() for n, t in publisher.views(0).items()}, weights(trainer))
         publisher.stage(trainer.named_weights(), 2)
 
 

@@ -104,6 +104,30 @@ def test_one_flipped_bit_is_found(publisher: SlotPublisher) -> None:
         assert versions_in(receiver.tensors()) == {1.0}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_value_that_is_not_finite_is_refused(publisher: SlotPublisher, value: float) -> None:
+    with SlotReceiver(publisher.descriptor) as receiver:
+        receiver.accept(publisher.stage(weights(1).items(), 1))
+        for version, name in enumerate(LAYOUT, start=2):
+            bad = weights(version)
+            bad[name].view(-1)[-1] = value
+            with pytest.raises(TransferError, match="not finite"):
+                receiver.accept(publisher.stage(bad.items(), version))
+        assert versions_in(receiver.tensors()) == {1.0}
+
+
+def test_a_tensor_that_changes_after_it_was_called_complete_is_refused(publisher: SlotPublisher) -> None:
+    with SlotReceiver(publisher.descriptor) as receiver:
+        views = publisher.begin()
+        for name, tensor in weights(1).items():
+            views[name].copy_(tensor)
+            publisher.written(name)
+        manifest = publisher.finish(1)
+        publisher.views(manifest.slot)["b.weight"].fill_(2.0)
+        with pytest.raises(TransferError, match=r"b\.weight.*checksum"):
+            receiver.accept(manifest)
+
+
 def test_the_live_slot_is_never_written_even_when_updates_fail_again_and_again(publisher: SlotPublisher) -> None:
     with SlotReceiver(publisher.descriptor) as receiver:
         receiver.accept(publisher.stage(weights(1).items(), 1))
@@ -217,8 +241,13 @@ WRITER = textwrap.dedent(
 )
 
 
+def memory_with_a_name() -> list[str]:
+    """Shared memory that outlives its process; semaphores are others', of pools of processes that come and go."""
+    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
+
+
 def test_a_writer_killed_in_the_middle_leaves_readers_their_version_and_nothing_else(tmp_path: Path) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = memory_with_a_name()
     child = subprocess.Popen(
         [sys.executable, "-c", WRITER, "50000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )
@@ -246,7 +275,7 @@ def test_a_writer_killed_in_the_middle_leaves_readers_their_version_and_nothing_
         child.wait()
         child.stdin.close()
         child.stdout.close()
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert memory_with_a_name() == before
 
 
 READER = textwrap.dedent(

@@ -18,6 +18,7 @@ from torch import nn
 from evergrad.config import nearest
 from evergrad.inference._attention import ATTENTION_NAME, PagedCache, StepPlan, paged_attention
 from evergrad.inference.config import EngineConfig, EngineError
+from evergrad.transfer.proof import all_finite
 from evergrad.transfer.worker import pick_device
 
 _loading = threading.Lock()
@@ -96,11 +97,12 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def check(self, tensors: Mapping[str, torch.Tensor], *, whole: bool) -> dict[str, torch.Tensor]:
+    def check(self, tensors: Mapping[str, torch.Tensor], *, whole: bool, known_finite: bool = False) -> dict[str, torch.Tensor]:
         """What :meth:`bind` needs: by canonical name, on the engine's device, in its dtype; no copy where that holds already.
 
         Args:
             whole: Every parameter must be there; else those that are not are the base's.
+            known_finite: The values have been looked at.
 
         Raises:
             EngineError: an unknown name, another shape, a missing tensor, or a value that is not finite.
@@ -112,8 +114,7 @@ class Model:
                 raise EngineError(f"the model has no tensor '{alias}'", hint=nearest(alias, self._aliases))
             if tensor.shape != self._base[name].shape:
                 raise EngineError(f"'{alias}' is {tuple(tensor.shape)}, the model needs {tuple(self._base[name].shape)}")
-            # Smallest and largest are NaN when any value is, and finding them needs no memory.
-            if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor.detach())):
+            if not known_finite and not all_finite(tensor):
                 raise EngineError(f"'{alias}' has values that are not finite")
             checked[name] = tensor.detach().to(device=self.device, dtype=self.dtype)
         if not checked:

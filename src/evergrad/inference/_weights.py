@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlparse
 
 from evergrad.inference._loop import StepLoop
 from evergrad.inference.config import EngineError
-from evergrad.transfer import Manifest, SlotReceiver, load_tensors, merged_tensors
+from evergrad.transfer import Receiver, load_tensors, merged_tensors, open_receiver
 
 
 class WeightUpdates:
@@ -23,46 +23,51 @@ class WeightUpdates:
     def __init__(self, loop: StepLoop) -> None:
         self._loop = loop
         self._one_at_a_time = threading.Lock()
-        self._receiver: SlotReceiver | None = None
-        self._live: SlotReceiver | None = None
+        self._receiver: Receiver | None = None
+        self._adapter: Mapping[str, Any] | None = None
+        """Of the receiver's publisher, where that sends the parts of a LoRA: PEFT's configuration of it."""
+        self._live: Receiver | None = None
         """Whose slot the engine serves from: it keeps its lock until other weights are live, whatever is attached meanwhile."""
 
     def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
-        """Maps a publisher's slots, in place of those that were attached before.
+        """Attaches to a publisher, in place of the one before.
 
         Raises:
-            TransferError: the descriptor does not lead to a publisher's slots.
+            TransferError: the descriptor does not lead to a publisher.
         """
         with self._one_at_a_time:
-            receiver = SlotReceiver(descriptor)
+            receiver = open_receiver(descriptor)
             if self._receiver is not None and self._receiver is not self._live:
                 self._receiver.close()
-            self._receiver = receiver
+            self._receiver, self._adapter = receiver, descriptor.get("adapter")
             return {"tensors": len(receiver.layout.tensors), "layout_hash": receiver.layout.hash}
 
     def update(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Takes the version that ``manifest`` names from the attached publisher.
 
         Raises:
-            EngineError, TransferError: nothing attached, another layout, a checksum or a tensor that does not fit.
+            EngineError, TransferError: nothing attached, another layout, a publisher that is gone, a checksum or a tensor that
+                does not fit.
         """
         with self._one_at_a_time:
             started = time.perf_counter()
             receiver = self._receiver
             if receiver is None:
                 raise EngineError("no publisher is attached", hint="POST /admin/weights/attach its descriptor first")
-            sealed = Manifest.from_dict(manifest)
-            receiver.prepare(sealed)
+            receiver.prepare(manifest)
             try:
+                receiver.stage()
                 receiver.verify()
-                self._loop.engine.stage_weights(receiver.tensors())
-                pause_s = self._commit(sealed.policy_version)
+                receipt = receiver.receipt()
+                self._stage_in_engine(receiver)
+                policy_version = int(manifest["policy_version"])
+                pause_s = self._commit(policy_version)
             except BaseException:
                 receiver.abort()
                 raise
             receiver.commit()
             self._let_go_of_others(receiver)
-            return _report(sealed.policy_version, pause_s, started)
+            return {**_report(policy_version, pause_s, started), "transfer": receipt.as_dict()}
 
     def load(self, weights_uri: str, policy_version: int, on_commit: Callable[[], None]) -> dict[str, Any]:
         """Reads whole weights, or an adapter over the engine's base, from a folder.
@@ -92,6 +97,13 @@ class WeightUpdates:
             receiver.close()
         self._receiver = self._live = None
 
+    def _stage_in_engine(self, receiver: Receiver) -> None:
+        engine, tensors = self._loop.engine, receiver.tensors()
+        if self._adapter is not None:
+            engine.stage_weights(dict(merged_tensors(engine.model.base, (self._adapter, tensors), engine.config.model)))
+        else:
+            engine.stage_weights(tensors, known_finite=True)  # the receiver has looked
+
     def _commit(self, policy_version: int, on_commit: Callable[[], None] | None = None) -> float:
         def commit() -> float:
             started = time.perf_counter()
@@ -102,7 +114,7 @@ class WeightUpdates:
 
         return self._loop.call(commit).result()
 
-    def _let_go_of_others(self, live: SlotReceiver | None) -> None:
+    def _let_go_of_others(self, live: Receiver | None) -> None:
         if self._live is not None and self._live is not live and self._live is not self._receiver:
             self._live.close()
         self._live = live

@@ -149,11 +149,16 @@ class EngineClient:
             raise EngineUnavailable("the answer broke off", where=f"{self.base_url}{path}")
 
     async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
-        """Has the engine map a publisher's slots."""
+        """Has the engine attach to a publisher."""
         return await self._post("/admin/weights/attach", {"descriptor": descriptor})
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Has the engine take a published version: ``{policy_version, pause_s, seconds}``. Refused, the old one stays."""
+        """Has the engine take a published version; refused, the old one stays.
+
+        Returns:
+            ``{policy_version, pause_s, seconds, transfer}``; the last is what :class:`~evergrad.transfer.link.Receipt` says of
+            bytes, rate, and the link's own.
+        """
         return await self._post("/admin/weights/update", {"manifest": manifest})
 
     async def load_weights(

@@ -205,19 +205,20 @@ class Engine:
             self._pool.drop(row.blocks)
         return found
 
-    def stage_weights(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> None:
+    def stage_weights(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False, known_finite: bool = False) -> None:
         """Checks new weights and keeps them for :meth:`commit`; on CPU, in the engine's dtype, they are not copied.
 
         May run in another thread while steps go on.
 
         Args:
             whole: Every parameter must be there; else those that are not are the base's.
+            known_finite: The caller has looked at every value.
 
         Raises:
             EngineError: a name, shape or value that does not fit. What was staged before is dropped; what is live stays.
         """
         self._staged = None
-        self._staged = self.model.check(tensors, whole=whole)
+        self._staged = self.model.check(tensors, whole=whole, known_finite=known_finite)
 
     def stage_base(self) -> None:
         """Keeps the weights that the engine started from for :meth:`commit`."""

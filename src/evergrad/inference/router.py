@@ -283,7 +283,7 @@ class Router:
     # ---- weights
 
     async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
-        """Has every replica map a publisher's slots, and each that joins later."""
+        """Has every replica attach to a publisher, and each that joins later."""
         async with self._weights:
             self._descriptor = dict(descriptor)
             answers = await asyncio.gather(*(each.client.attach(descriptor) for each in self._replicas.values()))
@@ -293,8 +293,8 @@ class Router:
         """Has every replica take a published version; one that does not gets no requests until it has.
 
         Returns:
-            ``{policy_version, pause_s, seconds, left_behind}``: the longest pause and time, and the names of replicas without
-            the version, each with its reason.
+            What the slowest replica says (see ``EngineClient.update_weights``), the longest pause, and ``left_behind``: the
+            names of replicas without the version, each with its reason.
 
         Raises:
             EngineError: no replica took it; the old version is served on.
@@ -330,9 +330,9 @@ class Router:
             for replica, error in failed.items():
                 self._dispatcher.fall(replica, f"does not have version {policy_version}: {error}")
         return {
+            **max(took, key=lambda each: float(each["seconds"])),
             "policy_version": policy_version,
             "pause_s": max(float(each["pause_s"]) for each in took),
-            "seconds": max(float(each["seconds"]) for each in took),
             "left_behind": {replica.name: str(error) for replica, error in failed.items()},
         }
 

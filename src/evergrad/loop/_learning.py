@@ -147,6 +147,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
             "train_s": trained - rolled,
             "sync_s": time.monotonic() - trained,
             "pause_s": receipt["pause_s"],
+            **{f"sync_{key}": receipt["transfer"][key] for key in ("bytes", "gb_per_s", "link_share")},
             "lockstep_misses": session.engine.take_lockstep_misses(),
             "seconds": time.monotonic() - started,
         },

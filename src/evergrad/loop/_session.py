@@ -346,7 +346,12 @@ class Session:
         if config.placement.mode == "disaggregated":
             threads = max(1, self.cores // 2)
         trainer_config = TrainerConfig(
-            model=str(model), threads=threads, seed=config.seed, critic=config.critic, **config.trainer.model_dump()
+            model=str(model),
+            threads=threads,
+            seed=config.seed,
+            critic=config.critic,
+            transfer=config.transfer,
+            **config.trainer.model_dump(),
         )
         engine_config = EngineConfig(model=str(model), threads=threads, seed=config.seed)
         replicas = config.placement.replicas

@@ -15,8 +15,18 @@ from evergrad.config import Config, found_model, found_path, nearest
 from evergrad.evals import CanaryConfig, GateConfig
 from evergrad.loop.distill import DistillConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
-from evergrad.training import CriticConfig, LoraConfig, LossConfig, ScheduleConfig, UpdatesConfig, require_ranks
+from evergrad.training import (
+    CriticConfig,
+    LoraConfig,
+    LossConfig,
+    ScheduleConfig,
+    UpdatesConfig,
+    require_adapter,
+    require_ranks,
+)
 from evergrad.training.sinks import SinkConfig
+from evergrad.transfer import TransferConfig
+from evergrad.transfer.codecs import CODECS
 
 
 class EnvironmentConfig(Config):
@@ -339,6 +349,7 @@ class RunConfig(Config):
     watch: WatchConfig = Field(default_factory=WatchConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
     critic: CriticConfig | None = None
     """For ``rl.advantage = "generalized"``, PPO's advantage (GAE); none when absent."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
@@ -354,6 +365,13 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _sound(self) -> RunConfig:
+        require_adapter(self.trainer.method, self.transfer)
+        if not CODECS[self.transfer.codec].exact:
+            exact = " or ".join(repr(name) for name, codec in CODECS.items() if codec.exact)
+            raise ValueError(
+                f"transfer.codec = '{self.transfer.codec}' changes the weights on their way, and after an update a run proves "
+                f"that the engine scores as the trainer does; use {exact}"
+            )
         recipes = [self.learn, self.adapt or self.learn]
         if self.placement.mode == "disaggregated" and any(r.rl.max_off_policy_steps == 0 and r.rl.steps for r in recipes):
             raise ValueError(

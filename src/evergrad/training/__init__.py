@@ -16,6 +16,7 @@ from evergrad.training.config import (
     TrainerConfig,
     TrainerError,
     UpdatesConfig,
+    require_adapter,
     require_ranks,
 )
 from evergrad.training.schedule import ScheduleConfig
@@ -30,5 +31,6 @@ __all__ = [
     "TrainerConfig",
     "TrainerError",
     "UpdatesConfig",
+    "require_adapter",
     "require_ranks",
 ]

@@ -58,7 +58,7 @@ class TrainerClient:
         return {name: _number(value) for name, value in answer.items()}
 
     async def descriptor(self) -> dict[str, Any]:
-        """Of the trainer's shared-memory slots, for an engine to attach to."""
+        """Of the trainer's publisher, for an engine to attach to."""
         return await self._send("GET", "/descriptor")
 
     async def publish(self, policy_version: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from evergrad.config import Config
 from evergrad.training.losses import Loss, build_loss
+from evergrad.transfer.config import TransferConfig
 from evergrad.types import EvergradError
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -131,9 +132,12 @@ class TrainerConfig(Config):
     """Computes with weights rounded to bfloat16, and keeps them, their gradients and the optimizer as they are. When absent:
     on CUDA, not on a CPU, where it is slower."""
 
+    transfer: TransferConfig = TransferConfig()
+
     @model_validator(mode="after")
-    def _ranks_fit(self) -> TrainerConfig:
+    def _fits(self) -> TrainerConfig:
         require_ranks(self.ranks, self.tensor_parallel, self.lora)
+        require_adapter(self.method, self.transfer)
         return self
 
 
@@ -148,6 +152,15 @@ def require_ranks(ranks: int, tensor_parallel: int, lora: LoraConfig) -> None:
         raise ValueError(
             "tensor_parallel would cut the rows whose lengths DoRA learns; set tensor_parallel = 1, or lora.dora = false"
         )
+
+
+def require_adapter(method: str, transfer: TransferConfig) -> None:
+    """
+    Raises:
+        ValueError: an adapter is to be published, and none is trained.
+    """
+    if transfer.adapter_only and method != "lora":
+        raise ValueError("transfer.adapter_only publishes an adapter, and none is trained; set method = 'lora'")
 
 
 def require_model_folder(path: str) -> None:

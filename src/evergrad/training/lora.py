@@ -224,7 +224,15 @@ def write_adapter(
     folder: Path, layers: Mapping[str, LoraLinear], parameter: Callable[[str], Tensor], config: LoraConfig, base_model: str
 ) -> None:
     """Writes ``adapter_config.json`` and ``adapter_model.safetensors`` as PEFT reads them. Call inside ``whole_folder``."""
-    settings = {
+    settings = peft_settings(layers, config, base_model)
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    tensors = ((name, parameter(here)) for name, here in adapter_names(layers))
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+
+
+def peft_settings(layers: Mapping[str, LoraLinear], config: LoraConfig, base_model: str) -> dict[str, Any]:
+    """The adapter's configuration as PEFT writes it."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
@@ -237,6 +245,3 @@ def write_adapter(
         "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
         "inference_mode": True,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    tensors = ((name, parameter(here)) for name, here in adapter_names(layers))
-    write_safetensors(folder / "adapter_model.safetensors", tensors)

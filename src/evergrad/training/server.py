@@ -1,7 +1,7 @@
 """The trainer behind HTTP: one process, one model, one operation at a time.
 
 All operations run on one worker thread, in the order they arrived, while ``/health`` goes on answering. The thread owns the
-trainer and the shared-memory slots that its versions are published in.
+trainer and the publisher of its versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evergrad.config import Config, ConfigError, nearest, parse_config
 from evergrad.training.config import TrainerError
 from evergrad.training.trainer import Trainer
 from evergrad.training.wire import FolderBody, LogprobsBody, PublishBody, ResetBody, ScoreBody, StepBody, ValuesBody
-from evergrad.transfer import SlotPublisher
+from evergrad.transfer import Publisher, open_publisher
 from evergrad.types import EvergradError, plain
 
 BodyT = TypeVar("BodyT", bound=Config)
@@ -33,22 +33,22 @@ class TrainerService:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._publisher: SlotPublisher | None = None
+        self._publisher: Publisher | None = None
         self._saves: dict[str, Future[None]] = {}
 
     def step(self, body: StepBody) -> dict[str, Any]:
         return self.trainer.step(body.batch.noun(), body.loss, body.lr, body.updates)
 
     def descriptor(self) -> dict[str, Any]:
-        return self._slots().descriptor
+        adapter = self.trainer.adapter()
+        return {**self._opened().descriptor, **({} if adapter is None else {"adapter": adapter})}
 
     def publish(self, body: PublishBody) -> dict[str, Any]:
-        """Writes the merged weights straight into the slot that nobody reads; returns the manifest."""
+        """Writes the weights straight into the slot that nobody reads; returns what an engine needs to take them."""
         self.trainer.check_finite()
-        publisher = self._slots()
-        views = publisher.begin()
+        publisher = self._opened()
         try:
-            self.trainer.write_weights(views)
+            self.trainer.write_weights(publisher)
             manifest = publisher.finish(body.policy_version)
         finally:
             publisher.abort()
@@ -99,9 +99,9 @@ class TrainerService:
         if self._publisher is not None:
             self._publisher.close()
 
-    def _slots(self) -> SlotPublisher:
+    def _opened(self) -> Publisher:
         if self._publisher is None:
-            self._publisher = SlotPublisher(self.trainer.layout())
+            self._publisher = open_publisher(self.trainer.config.transfer, self.trainer.layout())
         return self._publisher
 
 

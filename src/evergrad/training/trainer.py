@@ -38,8 +38,9 @@ from evergrad.training.reading import Columns, in_order, read_off
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.training.weights import FullWeights, LoraWeights, Weights
-from evergrad.transfer import whole_folder
+from evergrad.transfer import Publisher, whole_folder
 from evergrad.transfer.process import keep_freed_memory
+from evergrad.transfer.proof import all_finite
 from evergrad.types import TrainingBatch, TrainingSample
 
 
@@ -341,16 +342,25 @@ class Trainer:
                 raise TrainerError(f"the model knows no token {token}; it has {size}", where=rollout_id or None)
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, shapes and dtypes of what :meth:`named_weights` yields."""
+        """Names, shapes and dtypes of what :meth:`write_weights` writes."""
         return self._weights.layout()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that training can change, whole, adapters merged, under Hugging Face names; tied ones once."""
         return self._weights.named(self._whole)
 
-    def write_weights(self, views: Mapping[str, Tensor]) -> None:
-        """Writes :meth:`named_weights` into ``views`` (same names and shapes) without making them first."""
-        self._weights.write(views, self._whole)
+    def write_weights(self, publisher: Publisher) -> None:
+        """Begins a version of ``publisher``, which is made for :meth:`layout`, and fills it with :meth:`named_weights`, without
+        making them first; or with the adapter under PEFT's names, where the configuration says so.
+
+        Raises:
+            TransferError: the publisher has no room for it.
+        """
+        self._weights.write(publisher, publisher.begin(), self._whole)
+
+    def adapter(self) -> dict[str, Any] | None:
+        """PEFT's configuration of the adapter, where its parts are what is published."""
+        return self._weights.adapter()
 
     @on_all_ranks
     def _whole(self, name: str) -> Tensor:
@@ -363,7 +373,7 @@ class Trainer:
         Raises:
             TrainerError: a weight is not finite; names it.
         """
-        odd = next((name for name, p in self._parameters.items() if not bool(torch.isfinite(here(p)).all())), None)
+        odd = next((name for name, p in self._parameters.items() if not all_finite(here(p).detach())), None)
         odd = next(filter(None, self._ranks.all_values(odd)), None)
         if odd is not None:
             raise TrainerError(f"'{odd}' is not finite", hint="load the last checkpoint and lower the learning rate")

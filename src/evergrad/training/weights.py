@@ -18,15 +18,17 @@ from torch import Tensor
 from evergrad.training.config import TrainerConfig, TrainerError
 from evergrad.training.lora import (
     LoraLinear,
+    adapter_names,
     add_lora,
     as_reference,
     load_adapter_tensors,
     load_reference_tensors,
+    peft_settings,
     reference_tensors,
     write_adapter,
 )
 from evergrad.training.parts import fill
-from evergrad.transfer import load_adapter, load_tensors, merge_lora, require_base
+from evergrad.transfer import Publisher, load_adapter, load_tensors, merge_lora, require_base
 from evergrad.transfer.files import write_safetensors
 
 Whole = Callable[[str], Tensor]
@@ -49,15 +51,20 @@ class Weights(ABC):
 
     @abstractmethod
     def layout(self) -> Layout:
-        """Names, shapes and dtypes of what :meth:`named` yields."""
+        """Names, shapes and dtypes of what :meth:`write` writes."""
 
     @abstractmethod
     def named(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         """The weights that training can change, whole, adapters merged, under Hugging Face names; tied ones once."""
 
     @abstractmethod
-    def write(self, views: Mapping[str, Tensor], whole: Whole) -> None:
-        """Writes :meth:`named` into ``views`` (same names and shapes) without making them first."""
+    def write(self, publisher: Publisher, views: Mapping[str, Tensor], whole: Whole) -> None:
+        """Fills a version that ``publisher`` has begun, and whose ``views`` are as :meth:`layout` says, with :meth:`named`,
+        without making them first; or with the adapter's parts, where the configuration says so."""
+
+    def adapter(self) -> dict[str, Any] | None:
+        """PEFT's configuration of the adapter, where its parts are what is written."""
+        return None
 
     @abstractmethod
     def export(self, folder: Path, whole: Whole) -> None:
@@ -101,9 +108,9 @@ class FullWeights(Weights):
     def named(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, whole(name)) for name in self.parameters)
 
-    def write(self, views: Mapping[str, Tensor], whole: Whole) -> None:
+    def write(self, publisher: Publisher, views: Mapping[str, Tensor], whole: Whole) -> None:
         for name in self.parameters:
-            views[name].copy_(whole(name))
+            publisher.write(name, whole(name))
 
     def export(self, folder: Path, whole: Whole) -> None:
         """A whole Hugging Face folder with tokenizer."""
@@ -155,15 +162,28 @@ class LoraWeights(Weights):
             raise TrainerError("the output embedding cannot be a LoRA target", hint="remove it from lora.targets")
 
     def layout(self) -> Layout:
+        if self._config.transfer.adapter_only:
+            parts = ((name, self._model.get_parameter(here)) for name, here in adapter_names(self._layers))
+            return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parts}
         return {f"{name}.weight": (tuple(each.weight.shape), each.weight.dtype) for name, each in self._layers.items()}
 
     def named(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self._layers.items():
             yield f"{name}.weight", merge_lora(*self._parts(name, layer, whole), scale=layer.scale)
 
-    def write(self, views: Mapping[str, Tensor], whole: Whole) -> None:
+    def write(self, publisher: Publisher, views: Mapping[str, Tensor], whole: Whole) -> None:
+        if self._config.transfer.adapter_only:
+            for name, here in adapter_names(self._layers):
+                publisher.write(name, whole(here))
+            return
         for name, layer in self._layers.items():
             merge_lora(*self._parts(name, layer, whole), scale=layer.scale, out=views[f"{name}.weight"])
+            publisher.written(f"{name}.weight")
+
+    def adapter(self) -> dict[str, Any] | None:
+        if not self._config.transfer.adapter_only:
+            return None
+        return peft_settings(self._layers, self._config.lora, str(Path(self._config.model).absolute()))
 
     def _parts(self, name: str, layer: LoraLinear, whole: Whole) -> list[Tensor]:
         return [whole(f"{name}.{part}") for part in ("weight", *layer.trained)]

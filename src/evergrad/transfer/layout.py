@@ -14,7 +14,17 @@ from evergrad.types import EvergradError
 ALIGNMENT = 64
 """Bytes; tensors start on cache-line borders, so that kernels read them as they would their own memory."""
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 class TransferError(EvergradError):
@@ -103,6 +113,8 @@ class Manifest:
     num_bytes: int
     """Payload, alignment excluded."""
     layout_hash: str
+    seconds: float = 0.0
+    """From the first byte written to the last one sealed."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "checksums": dict(self.checksums)}
@@ -116,7 +128,12 @@ class Manifest:
         try:
             checksums = {str(name): str(value) for name, value in dict(data["checksums"]).items()}
             return cls(
-                int(data["policy_version"]), int(data["slot"]), checksums, int(data["num_bytes"]), str(data["layout_hash"])
+                int(data["policy_version"]),
+                int(data["slot"]),
+                checksums,
+                int(data["num_bytes"]),
+                str(data["layout_hash"]),
+                float(data.get("seconds", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise TransferError(f"not a manifest: {error!r}") from error

@@ -13,21 +13,19 @@ late, lets a writer into memory that is being read. The memory itself has no nam
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
-import tempfile
-import warnings
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
-import xxhash
 
-from evergrad.transfer.files import tensor_bytes
-from evergrad.transfer.layout import Layout, Manifest, TensorSpec, TransferError
+from evergrad.transfer.layout import Layout, Manifest, TransferError
+from evergrad.transfer.link import Receipt, memory_gb_per_s
+from evergrad.transfer.proof import checksum, checksum_and_finite, copy_and_checksum, proofs, side_by_side
+from evergrad.transfer.slot_memory import MappedSlot, OwnedSlot, lock, unlock, views_over
 
 _FORMAT = 1
 _NUM_SLOTS = 2
@@ -51,11 +49,15 @@ class SlotPublisher:
         Raises:
             TransferError: an empty layout, a dtype that cannot travel, or no memory for two slots.
         """
-        self.layout = Layout.of((name, shape, _dtype_name(dtype)) for name, (shape, dtype) in layout.items())
-        self._slots = [_OwnedSlot(self.layout.num_bytes, use_memfd) for _ in range(_NUM_SLOTS)]
-        self._views = [_views(slot.memory, self.layout) for slot in self._slots]
+        self.layout = Layout.of((name, shape, dtype_name(dtype)) for name, (shape, dtype) in layout.items())
+        self._slots = [OwnedSlot(self.layout.num_bytes, use_memfd) for _ in range(_NUM_SLOTS)]
+        self._views = [views_over(slot.memory, self.layout) for slot in self._slots]
         self._last_slot = _NUM_SLOTS - 1
         self._writing: int | None = None
+        self._began = 0.0
+        self._sums: dict[str, Future[str]] = {}
+        self.link_gb_per_s = memory_gb_per_s(self.memory(0))
+        """What copying into a slot reaches at most, measured at the start; 10⁹ bytes a second."""
 
     @property
     def descriptor(self) -> dict[str, Any]:
@@ -65,11 +67,27 @@ class SlotPublisher:
             "tensors": self.layout.as_dict(),
             "layout_hash": self.layout.hash,
             "slots": [{"path": slot.path, "inode": os.fstat(slot.fd).st_ino} for slot in self._slots],
+            "link_gb_per_s": self.link_gb_per_s,
         }
+
+    @property
+    def writing(self) -> int:
+        """The slot between :meth:`begin` and :meth:`finish`.
+
+        Raises:
+            TransferError: none is being written.
+        """
+        if self._writing is None:
+            raise TransferError("nothing is being written", hint="call begin() first")
+        return self._writing
 
     def views(self, slot: int) -> dict[str, torch.Tensor]:
         """Writable tensors over the memory of ``slot``. Write only between :meth:`begin` and :meth:`finish`."""
         return self._views[slot]
+
+    def memory(self, slot: int) -> memoryview:
+        """All bytes of ``slot``, as the layout says; to be written when its views may be."""
+        return memoryview(self._slots[slot].memory)
 
     def begin(self) -> dict[str, torch.Tensor]:
         """Locks a slot that nobody reads and returns its views, to be filled entirely before :meth:`finish`.
@@ -81,24 +99,46 @@ class SlotPublisher:
             raise TransferError("a version is already being written", hint="finish or abort it first")
         for step in range(1, _NUM_SLOTS + 1):
             slot = (self._last_slot + step) % _NUM_SLOTS
-            if _lock(self._slots[slot].fd, fcntl.LOCK_EX):
-                self._writing = slot
+            if lock(self._slots[slot].fd, fcntl.LOCK_EX):
+                self._writing, self._began, self._sums = slot, time.perf_counter(), {}
                 return self._views[slot]
         raise TransferError(
             "both slots are in use by receivers", hint="bring every engine to the newest version, or detach the one left behind"
         )
 
-    def finish(self, policy_version: int) -> Manifest:
-        """Seals what was written since :meth:`begin` and returns its manifest."""
-        if self._writing is None:
-            raise TransferError("nothing is being written", hint="call begin() first")
-        slot = self._writing
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Begins to copy ``tensor`` (cast to the layout's dtype) to its place; it must not change before :meth:`finish`.
+
+        Raises:
+            TransferError: the layout has no such name, or another shape.
+        """
+        view = self._views[self.writing].get(name)
+        if view is None:
+            raise TransferError(f"'{name}' is not in the layout")
+        if tensor.shape != view.shape:
+            raise TransferError(f"'{name}' is {tuple(tensor.shape)}, the layout says {tuple(view.shape)}")
+        self._sums[name] = proofs().submit(copy_and_checksum, tensor.detach(), view)
+
+    def written(self, name: str) -> None:
+        """Says that the caller has filled a view himself, so that its checksum is computed meanwhile."""
+        self._sums[name] = proofs().submit(checksum, self._views[self.writing][name])
+
+    def finish(self, policy_version: int, checksums: Mapping[str, str] | None = None) -> Manifest:
+        """Seals what was written since :meth:`begin` and returns its manifest.
+
+        Args:
+            checksums: By tensor, where the caller has computed them already.
+        """
+        slot = self.writing
+        for name in self._views[slot].keys() - (checksums or self._sums).keys():
+            self.written(name)
         manifest = Manifest(
             policy_version=policy_version,
             slot=slot,
-            checksums={name: _checksum(view) for name, view in self._views[slot].items()},
+            checksums=checksums or {name: self._sums[name].result() for name in self._views[slot]},
             num_bytes=sum(tensor.num_bytes for tensor in self.layout.tensors),
             layout_hash=self.layout.hash,
+            seconds=time.perf_counter() - self._began,
         )
         self._last_slot = slot
         self.abort()
@@ -107,7 +147,8 @@ class SlotPublisher:
     def abort(self) -> None:
         """Gives the slot that is being written back, unsealed. Does nothing when none is."""
         if self._writing is not None:
-            _unlock(self._slots[self._writing].fd)
+            wait(self._sums.values())  # nobody may write there once the lock is gone
+            unlock(self._slots[self._writing].fd)
             self._writing = None
 
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> Manifest:
@@ -117,18 +158,9 @@ class SlotPublisher:
             TransferError: a name is unknown, missing or doubled, a shape differs, or both slots are in use. No receiver has
                 been told of anything, so whatever was served still is.
         """
-        views = self.begin()
+        self.begin()
         try:
-            missing = dict.fromkeys(views)
-            for name, tensor in named_tensors:
-                if name not in missing:
-                    raise TransferError(f"'{name}' is {'doubled' if name in views else 'not in the layout'}")
-                if tensor.shape != views[name].shape:
-                    raise TransferError(f"'{name}' is {tuple(tensor.shape)}, the layout says {tuple(views[name].shape)}")
-                views[name].copy_(tensor.detach())
-                del missing[name]
-            if missing:
-                raise TransferError(f"{len(missing)} of {len(views)} tensors missing, first '{next(iter(missing))}'")
+            fill(self, named_tensors)
             return self.finish(policy_version)
         finally:
             self.abort()
@@ -150,8 +182,8 @@ class SlotPublisher:
 class SlotReceiver:
     """Maps a publisher's slots, read-only, and decides which of them is live.
 
-    ``prepare`` and ``verify`` may run while the live version serves; ``commit`` only moves a number and a lock. Before it,
-    the caller must have stopped using the tensors of the version that it replaces: their memory is written next.
+    ``prepare``, ``stage`` and ``verify`` may run while the live version serves; ``commit`` only moves a number and a lock.
+    Before it, the caller must have stopped using the tensors of the version that it replaces: their memory is written next.
     """
 
     def __init__(self, descriptor: Mapping[str, Any]) -> None:
@@ -166,28 +198,32 @@ class SlotReceiver:
             if self.layout.hash != descriptor["layout_hash"]:
                 raise TransferError("the layout does not match its hash")
             places = [(str(slot["path"]), int(slot["inode"])) for slot in descriptor["slots"]]
+            self.link_gb_per_s = float(descriptor["link_gb_per_s"])
         except (KeyError, TypeError, ValueError) as error:
             raise TransferError(f"not a slot descriptor: {error!r}") from error
-        self._slots: list[_MappedSlot] = []
+        self._slots: list[MappedSlot] = []
         try:
             for path, inode in places:
-                self._slots.append(_MappedSlot(path, inode, self.layout))
+                self._slots.append(MappedSlot(path, inode, self.layout))
         except TransferError:
             self.close()
             raise
         self._live: int | None = None
         self._prepared: Manifest | None = None
         self._verified = False
+        self._verify_s = 0.0
         self.policy_version: int | None = None
         """Of the live slot; None before the first commit."""
 
-    def prepare(self, manifest: Manifest) -> None:
+    def prepare(self, manifest: Manifest | Mapping[str, Any]) -> None:
         """Takes hold of the slot that ``manifest`` names, so that nobody writes it.
 
         Raises:
             TransferError: the manifest does not cover this layout exactly, or its slot is being written again.
         """
         self.abort()
+        if not isinstance(manifest, Manifest):
+            manifest = Manifest.from_dict(manifest)
         if manifest.layout_hash != self.layout.hash:
             raise TransferError("the manifest is of another layout", hint="attach to the publisher that wrote it")
         names = {tensor.name for tensor in self.layout.tensors}
@@ -196,22 +232,49 @@ class SlotReceiver:
             raise TransferError(f"the manifest does not cover the layout: {len(odd)} names differ, first '{odd[0]}'")
         if not 0 <= manifest.slot < len(self._slots):
             raise TransferError(f"there is no slot {manifest.slot}")
-        if manifest.slot != self._live and not _lock(self._slots[manifest.slot].fd, fcntl.LOCK_SH):
+        if manifest.slot != self._live and not lock(self._slots[manifest.slot].fd, fcntl.LOCK_SH):
             raise TransferError("the slot is being written again", hint="ask for the newest manifest")
         self._prepared = manifest
 
+    def stage(self) -> None:
+        """Nothing is left to do: what the publisher wrote lies in the slot already."""
+
     def verify(self) -> None:
-        """Compares every tensor of the prepared slot with its checksum; on a difference the slot is given back.
+        """Compares every tensor of the prepared slot with its checksum, and looks at its values; the slot is given back when
+        one does not pass.
 
         Raises:
-            TransferError: bytes differ (the version was replaced meanwhile, or memory is damaged), or nothing is prepared.
+            TransferError: bytes differ (the version was replaced meanwhile, or memory is damaged), a value is not finite, or
+                nothing is prepared.
         """
-        manifest = self._require_prepared()
-        for name, tensor in self._slots[manifest.slot].views.items():
-            if _checksum(tensor) != manifest.checksums[name]:
+        manifest, started = self._require_prepared(), time.perf_counter()
+        for name, (found, finite) in side_by_side(checksum_and_finite, self._slots[manifest.slot].views).items():
+            if found != manifest.checksums[name]:
                 self.abort()
                 raise TransferError(f"'{name}' does not match its checksum", hint="publish again; the old version stays")
+            if not finite:
+                self.abort()
+                raise TransferError(f"'{name}' has values that are not finite", hint="the old version stays")
+        self._verify_s = time.perf_counter() - started
         self._verified = True
+
+    def vouch(self) -> None:
+        """Counts the prepared version as verified, for who has written it in this process and computed its checksums.
+
+        Raises:
+            TransferError: nothing is prepared.
+        """
+        self._require_prepared()
+        self._verified = True
+
+    def receipt(self) -> Receipt:
+        """Of the prepared version, from the publisher's first byte to the checksums here.
+
+        Raises:
+            TransferError: nothing is prepared.
+        """
+        manifest = self._require_prepared()
+        return Receipt("identity", manifest.num_bytes, manifest.seconds + self._verify_s, self.link_gb_per_s)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views, without a copy, of the prepared version, else of the live one. They are read-only memory: writing faults.
@@ -234,14 +297,14 @@ class SlotReceiver:
         if not self._verified:
             raise TransferError("the prepared version was not verified", hint="call verify() first")
         if self._live is not None and self._live != manifest.slot:
-            _unlock(self._slots[self._live].fd)
+            unlock(self._slots[self._live].fd)
         self._live, self.policy_version = manifest.slot, manifest.policy_version
         self._prepared, self._verified = None, False
 
     def abort(self) -> None:
         """Gives a prepared slot back; the live version is untouched. Does nothing when none is prepared."""
         if self._prepared is not None and self._prepared.slot != self._live:
-            _unlock(self._slots[self._prepared.slot].fd)
+            unlock(self._slots[self._prepared.slot].fd)
         self._prepared, self._verified = None, False
 
     def accept(self, manifest: Manifest) -> None:
@@ -268,86 +331,30 @@ class SlotReceiver:
         return self._prepared
 
 
-class _OwnedSlot:
-    """Memory without a name (memfd), or a temporary file where the system has none."""
+class _Writable(Protocol):
+    @property
+    def layout(self) -> Layout: ...
 
-    def __init__(self, num_bytes: int, use_memfd: bool) -> None:
-        self._file: Path | None = None
-        if use_memfd and hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create("evergrad-slot")
-            self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
-        else:
-            self.fd, self.path = tempfile.mkstemp(prefix="evergrad-slot-")
-            self._file = Path(self.path)
-        try:
-            # Reserves the pages now: a machine without room says so here, not by a bus error in the middle of a write.
-            os.posix_fallocate(self.fd, 0, num_bytes)
-            self.memory = mmap.mmap(self.fd, num_bytes)
-        except OSError as error:
-            self.close()
-            raise TransferError(
-                f"no room for a slot of {num_bytes / 2**20:.0f} MiB: {error.strerror}",
-                hint="free memory, or use the file transport",
-            ) from error
-
-    def close(self) -> None:
-        # The mapping goes when the last tensor over it does.
-        os.close(self.fd)
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+    def write(self, name: str, tensor: torch.Tensor) -> None: ...
 
 
-@dataclass
-class _MappedSlot:
-    path: str
-    inode: int
-    layout: Layout
+def fill(publisher: _Writable, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Has each tensor written, between ``begin`` and ``finish``.
 
-    def __post_init__(self) -> None:
-        try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(f"the publisher's slot is gone: {error.strerror}", where=self.path) from error
-        status = os.fstat(self.fd)
-        # A process id can be reused; the inode and size say whether this is still the same memory.
-        if status.st_ino != self.inode or status.st_size < self.layout.num_bytes:
-            os.close(self.fd)
-            raise TransferError("what is there is not the publisher's slot", where=self.path)
-        self.views = _views(mmap.mmap(self.fd, self.layout.num_bytes, prot=mmap.PROT_READ), self.layout)
-
-    def close(self) -> None:
-        self.views = {}
-        os.close(self.fd)
+    Raises:
+        TransferError: a name is unknown, missing or doubled, or a shape differs.
+    """
+    missing = dict.fromkeys(spec.name for spec in publisher.layout.tensors)
+    count = len(missing)
+    for name, tensor in named_tensors:
+        publisher.write(name, tensor)
+        if name not in missing:
+            raise TransferError(f"'{name}' is doubled")
+        del missing[name]
+    if missing:
+        raise TransferError(f"{len(missing)} of {count} tensors missing, first '{next(iter(missing))}'")
 
 
-def _views(memory: mmap.mmap, layout: Layout) -> dict[str, torch.Tensor]:
-    with warnings.catch_warnings():
-        # Torch warns of read-only buffers; here that is the point.
-        warnings.simplefilter("ignore", UserWarning)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return {spec.name: _view(whole, spec) for spec in layout.tensors}
-
-
-def _view(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    part = whole[spec.offset : spec.offset + spec.num_bytes]
-    return part.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    return str(xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))) if tensor.numel() else ""
-
-
-def _dtype_name(dtype: torch.dtype | str) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """``float32`` of ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _lock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)
