@@ -744,7 +744,6 @@ def test_a_wrong_start_is_one_clear_line(server: Server, model_folder: Path, tmp
 
 
 def test_the_room_and_its_client_need_no_torch() -> None:
-    code = "import sys, evergrad.inference as room; assert 'torch' not in sys.modules; print(sorted(room.__all__))"
+    code = "import sys, evergrad.inference as room; [getattr(room, name) for name in room.__all__]; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names = ["EngineClient", "EngineConfig", "EngineError", "EngineUnavailable", "InferenceClient", "Piece", "Router"]
-    assert done.stdout.strip() == str(names)
+    assert done.stdout.strip() == "False"

@@ -331,7 +331,7 @@ def test_the_last_the_best_and_the_pinned_checkpoints_are_kept(config: Path, tmp
         (["trainer.optimizer.lr=1"], "set schedule.lr"),
         (["options.betta=1"], "betta"),
         (["data.fil=1"], "did you mean 'file'"),
-        (["data.file=none.jsonl"], "data file not found"),
+        (["data.file=none.jsonl"], "data.file: not found"),
         (["data.heldout=0", "checkpoint.keep_best=2"], "set data.heldout"),
         (["data.max_tokens=20"], "chat.jsonl:1"),
         (["data.heldout=0.99"], "all rows are held out"),
