@@ -3,9 +3,9 @@
 The task is ``ticket_routing.py``, the model ``tiny`` after a warm start on demonstrations of older rules. Both then make
 the same number of steps of 8 groups × 8 samples on the same tasks in the same order, with the same loss (DAPO's), advantages
 (centred on the group's mean), AdamW and learning rate. Ours runs as a user runs it: engine and trainer are processes of their
-own, each step rolls out, trains and moves the weights into the engine. TRL generates the whole batch at once and trains in the same
-process, without gradient checkpointing and with the fastest of its cuts into micro-batches. The clock counts generation, rewards, training and weight updates; it stands while
-programs start and while weights are put aside after each step.
+own, each step rolls out, trains and moves the weights into the engine. TRL generates the whole batch at once and trains in the
+same process, without gradient checkpointing and with the fastest of its cuts into micro-batches. The clock counts generation,
+rewards, training and weight updates; it stands while programs start and while weights are put aside after each step.
 
 Afterwards one engine plays the held-out tasks greedily with all weights that were put aside. A run's time to the goal is that
 of its first step whose weights reach it; the figure is the ratio of the sums over seeds. Wilson intervals of the last step's
