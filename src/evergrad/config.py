@@ -178,9 +178,15 @@ def _require_plain(value: Any, where: str, path: str = "", depth: int = 0) -> No
         raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where)
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: {value} is not a finite number", where=where, key=path)
-    if isinstance(value, (Mapping, list)):
+    if isinstance(value, (Mapping, list)) and not _are_finite(value):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             _require_plain(item, where, f"{path}.{key}".lstrip("."), depth + 1)
+
+
+def _are_finite(values: Mapping[str, Any] | list[Any]) -> bool:
+    """Whether this is a list of numbers and nothing is wrong with any of them; a batch has hundreds of thousands."""
+    kinds = set(map(type, values)) if isinstance(values, list) else set()
+    return kinds == {int} or (kinds == {float} and all(map(math.isfinite, values)))
 
 
 def _leaves(annotation: Any) -> Iterable[Any]:

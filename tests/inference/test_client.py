@@ -8,7 +8,7 @@ import time
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from evergrad.inference import EngineClient
+from evergrad.inference import EngineClient, EngineError
 from evergrad.types import Sampling
 
 ANSWER = {
@@ -47,3 +47,32 @@ async def test_a_request_costs_the_same_among_few_sessions_and_among_many() -> N
         few = min([await costs(client, 16) for _ in range(3)])
         many = min([await costs(client, 400) for _ in range(2)])
     assert many < 4 * few
+
+
+async def test_sessions_that_end_while_an_answer_is_awaited_are_closed_together() -> None:
+    asked: list[list[str]] = []
+    came, go_on = asyncio.Event(), asyncio.Event()
+
+    async def close(request: web.Request) -> web.Response:
+        asked.append((await request.json())["ids"])
+        came.set()
+        await go_on.wait()
+        if "odd" in asked[-1]:
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        return web.json_response({"open": 0, "lockstep_misses": len(asked)})
+
+    app = web.Application()
+    app.router.add_post("/admin/sessions/close", close)
+    async with TestServer(app) as server, EngineClient(str(server.make_url(""))) as client:
+        first = asyncio.create_task(client.close_sessions(["a"]))
+        await came.wait()
+        others = [asyncio.create_task(client.close_sessions([name])) for name in "bcd"]
+        await asyncio.sleep(0)
+        others[0].cancel()  # who no longer waits for it has ended all the same
+        go_on.set()
+        assert (await first, await others[1], await others[2]) == (1, 2, 2)
+        assert asked == [["a"], ["b", "c", "d"]]
+        assert client.take_lockstep_misses() == 2
+        refused = await asyncio.gather(client.close_sessions(["odd"]), client.close_sessions(["e"]), return_exceptions=True)
+        assert [type(error) for error in refused] == [EngineError, EngineError]
+        assert await client.close_sessions(["f"]) == 4

@@ -194,8 +194,8 @@ def _check_chat(data: Mapping[str, Any]) -> None:
 
 
 def _without_nulls(data: Any) -> Any:
-    if isinstance(data, Mapping):
+    if isinstance(data, dict):
         return {key: _without_nulls(value) for key, value in data.items() if value is not None}
-    if isinstance(data, list):
-        return [_without_nulls(item) if isinstance(item, Mapping) else item for item in data]
+    if isinstance(data, list) and dict in map(type, data):  # most lists are thousands of token ids
+        return [_without_nulls(item) if isinstance(item, dict) else item for item in data]
     return data

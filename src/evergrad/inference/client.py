@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -98,6 +99,10 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._session: ClientSession | None = None
         self._lockstep_misses = self._misses_taken = 0
+        self._ending: list[str] = []
+        self._farewell: asyncio.Task[int] | None = None
+        """Closes what is in ``_ending`` as soon as the farewell before it was answered."""
+        self._one_farewell = asyncio.Lock()
 
     async def __call__(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
@@ -179,11 +184,21 @@ class EngineClient:
         await self._post("/admin/sessions/open", {"ids": list(session_ids)})
 
     async def close_sessions(self, session_ids: Iterable[str]) -> int:
-        """Stops waiting for them; returns how often the engine went on without an open session so far."""
-        answer = await self._post("/admin/sessions/close", {"ids": list(session_ids)})
-        # Answers may overtake each other; the count only grows.
-        self._lockstep_misses = max(self._lockstep_misses, int(answer["lockstep_misses"]))
-        return int(answer["lockstep_misses"])
+        """Stops waiting for them; returns how often the engine went on without an open session so far.
+
+        Sessions that end while an answer is awaited are closed by one request.
+        """
+        self._ending.extend(session_ids)
+        if self._farewell is None:
+            self._farewell = asyncio.create_task(self._close_ending())
+        return await asyncio.shield(self._farewell)
+
+    async def _close_ending(self) -> int:
+        async with self._one_farewell:
+            self._farewell, ids, self._ending = None, self._ending, []
+            answer = await self._post("/admin/sessions/close", {"ids": ids})
+        self._lockstep_misses = int(answer["lockstep_misses"])
+        return self._lockstep_misses
 
     def take_lockstep_misses(self) -> int:
         """How often the engine went on without an open session, since this was last asked and as of the last one closed.

@@ -12,9 +12,10 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from evergrad.config import ConfigError, nearest
 from evergrad.inference import _generated as generated
@@ -85,18 +86,14 @@ class EngineServer:
         self._loading = engine.config.awaits_weights
         self.app = self._build_app()
 
-    def _build_app(self) -> FastAPI:
-        app = FastAPI(title="Evergrad engine", lifespan=self._lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-        app.exception_handler(HttpError)(self._on_http_error)
-        app.exception_handler(EvergradError)(self._on_evergrad_error)
-        app.exception_handler(ClientDisconnect)(self._on_disconnect)
-        app.exception_handler(404)(self._on_not_found)
-        app.exception_handler(405)(self._on_not_found)
-        app.post("/inference/v1/generate")(self._generate)
-        app.post(_CHAT)(self._chat_completions)
-        app.get("/v1/models")(self._models)
-        app.get("/health")(self._health)
-        app.get("/metrics")(self._metrics)
+    def _build_app(self) -> Starlette:
+        routes = [
+            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route(_CHAT, self._chat_completions, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+        ]
         for path, handler in {
             "weights/attach": self._attach,
             "weights/update": self._update,
@@ -106,11 +103,18 @@ class EngineServer:
             "sessions/open": self._open_sessions,
             "sessions/close": self._close_sessions,
         }.items():
-            app.post(f"/admin/{path}")(self._guarded(handler))
-        return app
+            routes.append(Route(f"/admin/{path}", self._guarded(handler), methods=["POST"]))
+        answers = {
+            HttpError: self._on_http_error,
+            EvergradError: self._on_evergrad_error,
+            ClientDisconnect: self._on_disconnect,
+            404: self._on_not_found,
+            405: self._on_not_found,
+        }
+        return Starlette(routes=routes, exception_handlers=answers, lifespan=self._lifespan)
 
     @asynccontextmanager
-    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._event_loop = asyncio.get_running_loop()
         self._steps.start()
         self._on_ready()
@@ -219,7 +223,7 @@ class EngineServer:
 
     # ---- the OpenAI wire
 
-    async def _models(self) -> Response:
+    async def _models(self, _: Request) -> Response:
         data = [
             {"id": name, "object": "model", "created": self._started, "owned_by": "evergrad", "root": self.engine.config.model}
             for name in (() if self._loading else self.served_names)
@@ -267,7 +271,7 @@ class EngineServer:
 
     # ---- health
 
-    async def _health(self) -> Response:
+    async def _health(self, _: Request) -> Response:
         trouble = self._steps.trouble()
         status = "failing" if trouble is not None else "loading" if self._loading else "ok"
         engine = self.engine
@@ -281,7 +285,7 @@ class EngineServer:
         body = {"status": status, "reason": trouble, "policy_version": engine.policy_version, "load": load}
         return _reply(body, 200 if status == "ok" else 503)
 
-    async def _metrics(self) -> Response:
+    async def _metrics(self, _: Request) -> Response:
         engine = self.engine
         lines = {
             "evergrad_engine_steps_total": engine.num_steps,
