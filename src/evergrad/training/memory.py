@@ -139,7 +139,16 @@ class _Cost:
         weight = model.get_output_embeddings().weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         scores = model.config.get_text_config().num_attention_heads * wide.itemsize
-        return cls(*found, max(1, len(decoder_layers(model))), scores, weight.shape[0] * wide.itemsize)
+        kept, each, kept_recomputed, each_recomputed = found
+        return cls(
+            kept,
+            each,
+            kept_recomputed,
+            each_recomputed,
+            max(1, len(decoder_layers(model))),
+            scores,
+            weight.shape[0] * wide.itemsize,
+        )
 
     def bytes(self, nodes: int, longest: int, *, recomputed: bool) -> int:
         layer = max(0.0, self.linear - self.linear_recomputed) * nodes / self.layers
