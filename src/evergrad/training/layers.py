@@ -1,7 +1,7 @@
 """Embeddings, norms, attention and feed-forward layers with a backward pass written out: transformers' numbers, a shorter way.
 
 Autograd keeps what every small step of these layers was given, and walks through memory once or more for each. Written out,
-RMSNorm keeps its input alone, and the feed-forward layer its input and two projections; what else the backward pass needs is
+RMSNorm keeps its output alone, and the feed-forward layer its input and two projections; what else the backward pass needs is
 made again there by a cheap product. At the few hundred nodes of a micro-batch this is a quarter of a model's activations.
 Queries and keys are turned by their positions on the way to where attention reads them, which takes no steps of its own.
 """
@@ -22,6 +22,8 @@ from evergrad.training.rotary_attention import rotary_attention
 from evergrad.training.weight_gradients import looked_up, weight_gradient
 from evergrad.types import TrainingSample
 
+_LEAST_DIVISOR = 1e-20
+"""Weights of a norm down to this size can be divided by without loss."""
 _PROBE_ROWS = 3
 _PROBE_REACH = 100.0
 """How far a probe drives a gate and what it lets through; the families that clamp them do so at 7 or 10."""
@@ -117,23 +119,30 @@ def gated_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Ten
 
 
 class _RmsNorm(torch.autograd.Function):
-    """With s = 1/sqrt(mean(x²) + eps): dx = s·(w·g − x · s²/width · Σ w·g·x), dw = Σ over rows of s·x·g."""
+    """With s = 1/sqrt(mean(x²) + eps), n = s·x and y = w·n: dx = s·(w·g − n · mean(y·g)), dw = Σ over rows of n·g.
+
+    Keeps y, which the layer after it keeps anyway, and finds n = y / w; where no weight is zero.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        y = (x * scale).mul_(weight)
+        # Elsewhere than on a CPU, to ask would be to wait.
+        ctx.inverted = x.device.type == "cpu" and bool(weight.abs().min() > _LEAST_DIVISOR)
+        ctx.save_for_backward(y if ctx.inverted else x, weight, scale)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        product = grad * x
-        grad_weight = torch.mv(product.t(), scale[:, 0]) if ctx.needs_input_grad[1] else None
+        kept, weight, scale = ctx.saved_tensors
+        normed = kept / weight if ctx.inverted else kept * scale
+        product = grad * normed
+        grad_weight = product.sum(0) if ctx.needs_input_grad[1] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
-            along = torch.mv(product, weight)[:, None].mul_(scale.pow(3)).div_(-x.shape[-1])
-            grad_x = torch.mul(grad, weight, out=product).mul_(scale).addcmul_(x, along)
+            along = torch.mv(product, weight)[:, None].div_(-weight.shape[0])
+            grad_x = torch.mul(grad, weight, out=product).addcmul_(normed, along).mul_(scale)
         return grad_x, grad_weight, None
 
 
