@@ -53,10 +53,10 @@ demo-control: $(READY)  ## The demo's first half with more easy demonstrations i
 	$(EVERGRAD) run examples/demo_control.toml --run-dir $(RUNS)/demo-control
 
 test: $(READY)  ## Run the tests (minutes on two cores)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## Run the tests that take minutes each: every process killed at every stage
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-trl: $(READY)  ## Compare losses and gradients with TRL's own (installs the extra trl first)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'

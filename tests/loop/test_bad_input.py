@@ -217,6 +217,9 @@ def test_full_disk_leaves_the_last_whole_state(tiny_config: Path, start: Start, 
     """A limit on file size stands in for the disk: large files cannot be written, small ones can."""
     run = tmp_path / "run"
     limit = 200_000
+    tiny_config.write_text(
+        tiny_config.read_text().replace("demonstrations = 96", "demonstrations = 16").replace("steps = 3", "steps = 1")
+    )
 
     def no_large_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -51,6 +51,8 @@ def learned_steps(run: Path) -> list[dict[str, Any]]:
     return [step for step in steps if step["kind"] == "rl"]
 
 
+# Two whole runs each, one of them twice: `make test-slow`. What a killed trainer keeps is tested beside the trainer, too.
+@pytest.mark.slow
 def test_ppo_with_a_critic_ends_in_the_same_bits_when_it_was_killed(tiny_config: Path, tmp_path: Path, start: Start) -> None:
     text = tiny_config.read_text().replace("lr = 1e-3\n", PPO_WITH_A_CRITIC).replace("group_size = 4", "group_size = 1")
     tiny_config.write_text(text.replace("steps = 3", "steps = 2"))
@@ -65,6 +67,7 @@ def test_ppo_with_a_critic_ends_in_the_same_bits_when_it_was_killed(tiny_config:
     assert weights_hash(tmp_path / "one") == weights_hash(tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_distillation_from_another_model_ends_in_the_same_bits_when_it_was_killed(
     tiny_config: Path, tmp_path: Path, start: Start
 ) -> None:

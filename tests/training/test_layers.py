@@ -167,6 +167,30 @@ def test_equal_to_the_layer_that_is_replaced(make: object) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_an_embedding_learns_from_the_tokens_that_were_there_but_for_its_padding() -> None:
+    torch.manual_seed(0)
+    theirs = nn.Embedding(9, WIDTH, padding_idx=3)
+    ours = copy.deepcopy(theirs)
+    write_out_backward(ours)
+    assert "forward" in vars(ours)
+    places = set()
+    for ids in ([[3, 1, 1, 8, 1]], [[1, 0, 3, 3]]):
+        for module in (ours, theirs):
+            output = module(torch.tensor(ids))
+            output.backward(torch.arange(output.numel(), dtype=torch.float32).view_as(output))
+        places.add(ours.weight.grad.data_ptr())  # type: ignore[union-attr]
+        torch.testing.assert_close(ours(torch.tensor(ids)), theirs(torch.tensor(ids)))
+        torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("kind", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}], ids=str)
+def test_other_embeddings_are_left_alone(kind: dict[str, Any]) -> None:
+    module = nn.Embedding(9, WIDTH, **kind)
+    write_out_backward(module)
+    assert "forward" not in vars(module)
+
+
 def test_later_micro_batches_add_to_the_gradient_that_is_there() -> None:
     torch.manual_seed(0)
     module, other, trees = feed_forward(), attention(), forest()

@@ -59,8 +59,8 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def long_batch() -> TrainingBatch:
-    samples = [make_sample([3, 4 + number], [(7 * number + i * i) % 512 for i in range(150)]) for number in range(6)]
-    return TrainingBatch(tuple(samples), 6 * 150)
+    samples = [make_sample([3, 4 + number], [(7 * number + i * i) % 512 for i in range(150)]) for number in range(12)]
+    return TrainingBatch(tuple(samples), 12 * 150)
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -7,6 +7,7 @@ trunk shared by many answers is one range read by all of them, and what is compu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,6 @@ ATTENTION_NAME = "evergrad_forest"
 
 _MAX_QUERIES = 128
 """Queries of one block: enough rows for a fast product, few enough that little is computed and then masked."""
-
-_MAX_KEPT_BYTES = 16 * 2**20
-"""Attention probabilities of one layer up to this size are kept for the backward pass; larger ones are computed again."""
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -137,22 +135,21 @@ class _ForestAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float) -> Tensor:
         rows = _to_rows(query, len(key)).mul_(scaling)
-        output, kept = attend(rows, key, value, plan)
-        ctx.save_for_backward(rows, key, value, *kept)
+        ctx.save_for_backward(rows, key, value)
         ctx.plan, ctx.scaling = plan, scaling
-        return _from_rows(output, len(query))
+        return _from_rows(attend(rows, key, value, plan), len(query))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        rows, key, value, *kept = ctx.saved_tensors
+        rows, key, value = ctx.saved_tensors
         grad_key = torch.zeros_like(key, memory_format=torch.contiguous_format)
         grad_value = torch.zeros_like(value, memory_format=torch.contiguous_format)
         grads = _to_rows(grad_output, len(key))
-        grad_rows = attend_backward(grads, rows, key, value, ctx.plan, kept, grad_key, grad_value)
+        grad_rows = attend_backward(grads, rows, key, value, ctx.plan, grad_key, grad_value)
         return _from_rows(grad_rows.mul_(ctx.scaling), len(grad_output)), grad_key, grad_value, None, None
 
 
-def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
+def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
     """What every node reads from its ancestors and itself.
 
     Each of the K key heads serves G query heads. The G heads of a node are rows next to one another: a block of nodes is then
@@ -163,47 +160,40 @@ def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tup
         key: [K, N, D], as is ``value``.
 
     Returns:
-        [K, N·G, D], and the probabilities of each block for :func:`attend_backward`; none when they would take much room.
+        [K, N·G, D].
     """
     keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
     output = torch.empty_like(rows)
     group = rows.shape[1] // key.shape[1]
-    keep = plan.num_scores * len(key) * group * key.element_size() <= _MAX_KEPT_BYTES
-    kept: list[Tensor] = []
+    room = _room_for_scores(rows, plan, group)
     for block in plan.blocks:
         part = _rows_of(block, group)
-        probabilities = _probabilities(rows[:, part], keys[:, block.gathered], block, group)
+        probabilities = _probabilities(rows[:, part], keys[:, block.gathered], block, group, room)
         torch.bmm(probabilities, values[:, block.gathered], out=output[:, part])
-        if keep:
-            kept.append(probabilities)
-    return output, kept
+    return output
 
 
 def attend_backward(
-    grads: Tensor,
-    rows: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: AttentionPlan,
-    kept: Sequence[Tensor],
-    grad_key: Tensor,
-    grad_value: Tensor,
+    grads: Tensor, rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, grad_key: Tensor, grad_value: Tensor
 ) -> Tensor:
     """Adds to ``grad_key`` and ``grad_value`` [K, N, D]; returns the gradient of ``rows``.
 
+    Probabilities are computed again, block by block, where they fit into the cache: to read them from memory would take about
+    as long.
+
     Args:
         grads: [K, N·G, D] of what :func:`attend` returned for ``rows``, ``key`` and ``value``.
-        kept: What it gave along.
     """
     keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
     grad_rows = torch.empty_like(rows)
     group = rows.shape[1] // key.shape[1]
-    for number, block in enumerate(plan.blocks):
+    room, room_for_grads = _room_for_scores(rows, plan, group), _room_for_scores(rows, plan, group)
+    for block in plan.blocks:
         part = _rows_of(block, group)
-        here, asked = block.gathered, keys[:, block.gathered]
-        probabilities = kept[number] if kept else _probabilities(rows[:, part], asked, block, group)
+        asked, read = keys[:, block.gathered], values[:, block.gathered]
+        probabilities = _probabilities(rows[:, part], asked, block, group, room)
         _add_to_ranges(grad_value, torch.bmm(probabilities.transpose(1, 2), grads[:, part]), block.ranges)
-        grad_scores = torch.bmm(grads[:, part], values[:, here].transpose(1, 2))
+        grad_scores = torch.bmm(grads[:, part], read.transpose(1, 2), out=_view(room_for_grads, probabilities.shape))
         # d softmax: p · (g − Σ p g); masked entries have p = 0 and so stay 0.
         torch._softmax_backward_data(grad_scores, probabilities, -1, probabilities.dtype, grad_input=grad_scores)
         torch.bmm(grad_scores, asked, out=grad_rows[:, part])
@@ -229,10 +219,19 @@ def _rows_of(block: Block, group: int) -> slice:
     return slice(block.queries.start * group, block.queries.stop * group)
 
 
-def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int) -> Tensor:
-    scores = torch.bmm(rows, keys.transpose(1, 2))
+def _room_for_scores(rows: Tensor, plan: AttentionPlan, group: int) -> Tensor:
+    """For the scores of one block at a time: what is written again and again stays in the cache."""
+    return rows.new_empty(max(block.num_scores for block in plan.blocks) * len(rows) * group)
+
+
+def _view(room: Tensor, shape: Sequence[int]) -> Tensor:
+    return room[: math.prod(shape)].view(shape)
+
+
+def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int, room: Tensor) -> Tensor:
+    """[K, rows, keys] in ``room``."""
+    scores = torch.bmm(rows, keys.transpose(1, 2), out=_view(room, (*rows.shape[:2], keys.shape[1])))
     scores.view(len(rows), -1, group, scores.shape[-1])[..., block.num_open :] += block.bias[:, None]
-    # In place, here and in the backward pass: a block's scores still lie in the cache, another tensor would not.
     return torch.softmax(scores, -1, out=scores)
 
 

@@ -1,4 +1,4 @@
-"""Norms, attention and feed-forward layers with a backward pass written out: transformers' own numbers on a shorter way.
+"""Embeddings, norms, attention and feed-forward layers with a backward pass written out: transformers' numbers, a shorter way.
 
 Autograd keeps what every small step of these layers was given, and walks through memory once or more for each. Written out,
 RMSNorm keeps its input alone, and the feed-forward layer its input and two projections; what else the backward pass needs is
@@ -19,7 +19,7 @@ from torch.nn import functional
 from evergrad.training.attention import AttentionPlans
 from evergrad.training.forest import Forest, TrainedTokens, grow
 from evergrad.training.rotary_attention import rotary_attention
-from evergrad.training.weight_gradients import weight_gradient
+from evergrad.training.weight_gradients import looked_up, weight_gradient
 from evergrad.types import TrainingSample
 
 _PROBE_ROWS = 3
@@ -38,8 +38,23 @@ def write_out_backward(model: nn.Module) -> None:
             module.forward = _Norm(module)
         elif _is_gated(module):
             module.forward = _GatedFeedForward(module)
+        elif _is_embedding(module):
+            module.forward = _Embedding(module)
         elif (attention := _as_rotary(module)) is not None:
             module.forward = attention
+
+
+class _Embedding:
+    """Forward of an input embedding."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, module.forward
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        module: Any = self._module
+        if not _is_whole(module.weight):
+            return self._own(token_ids)  # type: ignore[no-any-return]
+        return looked_up(module.weight, token_ids, module.padding_idx)
 
 
 class _Norm:
@@ -156,6 +171,10 @@ def _projections(module: nn.Module) -> list[Any]:
 def _is_whole(weight: object) -> bool:
     """Not a rank's share of a weight, which only the layer that it belongs to gathers."""
     return type(weight) is nn.Parameter
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None and not (module.sparse or module.scale_grad_by_freq)
 
 
 @torch.no_grad()

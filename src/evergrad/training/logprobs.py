@@ -86,7 +86,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         held = held_gradient(weight) if wants_weight else None
-        grad_weight = torch.zeros_like(weight) if wants_weight and held is None else held
+        grad_weight = held
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         grad = temperatures.new_zeros(len(targets)) if grad is None else grad
         kept, ctx.kept = ctx.kept[::-1], []
@@ -109,6 +109,8 @@ class _ChosenLogprobs(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
+            elif wants_weight:
+                grad_weight = torch.mm(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight if held is None else None, grad_bias, None, None, None, None
@@ -119,4 +121,4 @@ def _every_logprob(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperat
     logits = torch.nn.functional.linear(hidden, weight, bias).to(temperatures.dtype)
     if tempered:
         logits.div_(temperatures[:, None])
-    return torch.log_softmax(logits, -1)
+    return torch.log_softmax(logits, -1, out=logits)

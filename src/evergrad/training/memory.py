@@ -1,6 +1,6 @@
 """Fits a trainer into a memory budget: how many tokens at once, and whether layers are computed twice.
 
-What does not depend on the batch is counted: weights, gradients, optimizer state. What a token costs is measured, in three
+What does not depend on the batch is counted: weights, gradients, optimizer state. What a token costs is measured, in two
 small passes over made-up tokens when the trainer starts: autograd says what it keeps of them, with layers that keep their
 activations and with layers that do not. So the figures are those of this model and this code, whatever it becomes.
 """
@@ -25,8 +25,8 @@ from evergrad.training.model import ScoreForest
 from evergrad.training.parts import here
 from evergrad.types import TrainingSample
 
-_PROBES = (32, 64, 128)
-"""Tokens of the measured passes, each twice the one before."""
+_PROBES = (32, 128)
+"""Tokens of the measured passes."""
 _OPTIMIZER_COPIES = 3
 """Of what is trained: its gradient, and Adam's two moments."""
 _LEAST_TOKENS = 16
@@ -114,17 +114,16 @@ class BudgetedMemory(Memory):
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Bytes that one micro-batch takes, with n nodes, each below d others at most: ``constant + linear · n + square · n · d``,
-    and what has a bound."""
+    """Bytes that one micro-batch takes, with n nodes: ``constant + linear · n``, and what has a bound."""
 
     constant: float
-    """Rounded weights, where there are any, with activations kept; as are the next two."""
+    """Rounded weights, where there are any, with activations kept; as is the next."""
     linear: float
-    square: float
-    """Of attention."""
     constant_recomputed: float
     linear_recomputed: float
     layers: int
+    scores: int
+    """Of one query and one key, over all heads."""
     logits: int
     """Of one row of logits."""
 
@@ -134,31 +133,36 @@ class _Cost:
         found = []
         for on in (False, True):
             with recomputation.switched(on):
-                sizes = [_kept_bytes(model, score, nodes) for nodes in _PROBES]
-            # The parabola through three points, n = p, 2p, 4p.
-            (first, second, third), p = sizes, _PROBES[0]
-            square = max(0.0, ((third - second) - 2 * (second - first)) / (6 * p**2))
-            linear = (second - first) / p - 3 * p * square
-            found.append((first - linear * p - square * p**2 if alone else 0.0, linear, square))
-        kept, (constant, linear, _) = found
+                first, second = (_kept_bytes(model, score, nodes) for nodes in _PROBES)
+            linear = (second - first) / (_PROBES[1] - _PROBES[0])
+            found += [first - linear * _PROBES[0] if alone else 0.0, linear]
         weight = model.get_output_embeddings().weight
         wide = torch.promote_types(weight.dtype, torch.float32)
-        layers = max(1, len(decoder_layers(model)))
-        return cls(*kept, constant, linear, layers, weight.shape[0] * wide.itemsize)
+        scores = model.config.get_text_config().num_attention_heads * wide.itemsize
+        kept, each, kept_recomputed, each_recomputed = found
+        return cls(
+            kept,
+            each,
+            kept_recomputed,
+            each_recomputed,
+            max(1, len(decoder_layers(model))),
+            scores,
+            weight.shape[0] * wide.itemsize,
+        )
 
     def bytes(self, nodes: int, longest: int, *, recomputed: bool) -> int:
-        # A block of queries sees the context of all of them.
-        keys = min(nodes, longest + attention._MAX_QUERIES)
-        scores = min(self.square * nodes * keys, float(attention._MAX_KEPT_BYTES * self.layers)) / self.layers
-        layer = max(0.0, self.linear - self.linear_recomputed) * nodes / self.layers + scores
+        layer = max(0.0, self.linear - self.linear_recomputed) * nodes / self.layers
         if recomputed:
             kept = self.constant_recomputed + self.linear_recomputed * nodes
         else:
             kept = self.constant + self.linear_recomputed * nodes + layer * self.layers
+        queries = min(nodes, attention._MAX_QUERIES)
+        # A block of queries sees the context of all of them.
+        scores = self.scores * queries * min(nodes, longest + queries)
         logits = min(nodes * self.logits, logprobs._MAX_KEPT_BYTES)
         chunks = 2 * min(nodes * self.logits, logprobs._MAX_LOGITS_BYTES)
-        # Besides what is kept: the layer under way, and the gradients that run through it.
-        return int(kept + 2 * layer + logits + chunks)
+        # Besides what is kept: the layer under way, the gradients that run through it, and scores with theirs.
+        return int(kept + 2 * layer + 2 * scores + logits + chunks)
 
 
 def _resident_bytes(config: TrainerConfig, model: Any, trained: Sequence[Tensor]) -> int:

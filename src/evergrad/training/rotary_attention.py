@@ -57,15 +57,15 @@ class _RotaryAttention(torch.autograd.Function):
         rows = _turned(_heads(torch.mm(x, query.t()), width, group), cos * scaling, sin * scaling)
         keys = _turned(_heads(torch.mm(x, key.t()), width), cos, sin)
         values = _heads(torch.mm(x, value.t()), width)[:, :, 0]
-        read, kept = attend(rows.flatten(1, 2), keys[:, :, 0], values, plan)
+        read = attend(rows.flatten(1, 2), keys[:, :, 0], values, plan)
         read = read.view_as(rows).transpose(0, 1).reshape(len(x), -1)
-        ctx.save_for_backward(x, query, key, value, output, cos, sin, rows, keys, values, read, *kept)
+        ctx.save_for_backward(x, query, key, value, output, cos, sin, rows, keys, values, read)
         ctx.plan, ctx.scaling = plan, scaling
         return torch.mm(read, output.t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, query, key, value, output, cos, sin, rows, keys, values, read, *kept = ctx.saved_tensors
+        x, query, key, value, output, cos, sin, rows, keys, values, read = ctx.saved_tensors
         wants_x, wants_query, wants_key, wants_value, wants_output = ctx.needs_input_grad[:5]
         key_heads, _, group, width = rows.shape
         grad_read = _heads(torch.mm(grad, output), width, group).contiguous()
@@ -77,7 +77,6 @@ class _RotaryAttention(torch.autograd.Function):
             keys[:, :, 0],
             values,
             ctx.plan,
-            kept,
             grad_keys[:, :, 0],
             grad_values.transpose(0, 1),
         )
