@@ -4,8 +4,9 @@ The task is ``ticket_routing.py``, the model ``tiny`` after a warm start on demo
 the same number of steps of 8 groups × 8 samples on the same tasks in the same order, with the same loss (DAPO's), advantages
 (centred on the group's mean), AdamW and learning rate. Ours runs as a user runs it: engine and trainer are processes of their
 own, each step rolls out, trains and moves the weights into the engine. TRL generates the whole batch at once and trains in the
-same process, without gradient checkpointing and with the fastest of its cuts into micro-batches. The clock counts generation,
-rewards, training and weight updates; it stands while programs start and while weights are put aside after each step.
+same process, without gradient checkpointing and with the faster of its cuts into micro-batches. Each side computes on one core
+or on all of them, whichever a few steps beforehand show to be faster for it. The clock counts generation, rewards, training and
+weight updates; it stands while programs start and while weights are put aside after each step.
 
 Afterwards one engine plays the held-out tasks greedily with all weights that were put aside. A run's time to the goal is that
 of its first step whose weights reach it; the figure is the ratio of the sums over seeds. Wilson intervals of the last step's
@@ -18,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,9 @@ LOSS = LossConfig(name="dapo", options={"clip_high": 0.2})
 OPTIMIZER = OptimizerConfig(betas=(0.9, 0.95))
 WARM_STEPS, WARM_SIZE, WARM_LR = 450, 32, 3e-3
 HELDOUT = 128
-TRL_ROWS = (64, 16, 8)
+TRL_ROWS = (64, 16)
 """Samples of a micro-batch of TRL's; all that are tried make the same step."""
-TRIED_STEPS = 6
+TRIED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,11 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     from evergrad.registry import base_model
 
     start = asyncio.run(warm_start(base_model(arguments.model), scratch / "start", arguments.threads))
-    tried = {
-        rows: statistics.median(
-            alone(run_trl, Plan(start, scratch / f"tried-{rows}", 0, TRIED_STEPS, arguments.lr, arguments.threads, rows))[1:]
-        )
-        for rows in TRL_ROWS
-    }
-    fastest = min(tried, key=lambda rows: tried[rows])
-    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+    plans = {side: fastest(sorted({1, arguments.threads}), side, arguments.lr, scratch, start) for side in SIDES}
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for seed in range(arguments.seeds):
-        for side, run in (("ours", run_ours), ("trl", run_trl)):
-            plan = Plan(start, scratch / f"{side}-{seed}", seed, arguments.steps, arguments.lr, arguments.threads, fastest)
+        for side, run in SIDES.items():
+            plan = replace(plans[side], output=scratch / f"{side}-{seed}", seed=seed, steps=arguments.steps)
             seconds = alone(run, plan)
             scores = asyncio.run(scores_of(plan))
             runs[side].append(summary(seconds, scores, arguments.goal))
@@ -120,9 +116,21 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "steps": arguments.steps,
         "lr": arguments.lr,
         "heldout_tasks": HELDOUT,
-        "trl_rows": fastest,
-        "trl_seconds_by_rows": {str(rows): round(seconds, 3) for rows, seconds in tried.items()},
+        "threads_ours": plans["ours"].threads,
+        "threads_trl": plans["trl"].threads,
+        "rows_trl": plans["trl"].rows,
     }
+
+
+def fastest(threads: Sequence[int], side: str, lr: float, scratch: Path, start: Path) -> Plan:
+    """Of the ways in which one side can make the same steps."""
+    rows = TRL_ROWS if side == "trl" else TRL_ROWS[:1]
+    seconds: dict[Plan, float] = {}
+    for count, cut in itertools.product(threads, rows):
+        plan = Plan(start, scratch / f"tried-{side}-{count}-{cut}", 0, TRIED_STEPS, lr, count, cut)
+        seconds[plan] = statistics.median(alone(SIDES[side], plan)[1:])
+        print(f"{side} on {count} threads, {cut} rows: {seconds[plan]:.3f} s a step", flush=True)
+    return min(seconds, key=lambda plan: seconds[plan])
 
 
 def alone(run: Callable[[Plan], list[float]], plan: Plan) -> list[float]:
@@ -330,6 +338,8 @@ async def scores_of(plan: Plan) -> list[float]:
             scores.append(sum(rollout.success for rollout in rollouts) / HELDOUT)
     return scores
 
+
+SIDES: dict[str, Callable[[Plan], list[float]]] = {"ours": run_ours, "trl": run_trl}
 
 if __name__ == "__main__":
     main()

@@ -275,7 +275,8 @@ class Engine:
             raise RequestError(
                 f"the prompt has {count} tokens, and prompt and completion may have {limit} together", where="token_ids"
             )
-        odd = next((one for one in request.token_ids if not 0 <= one < self.model.vocab_size), None)
+        ends = min(request.token_ids), max(request.token_ids)
+        odd = next((one for one in ends if not 0 <= one < self.model.vocab_size), None)
         if odd is not None:
             raise RequestError(f"token {odd} is outside of the vocabulary of {self.model.vocab_size}", where="token_ids")
         if not 0 <= request.drawn <= count:
