@@ -49,7 +49,7 @@ class LoopState:
     step: int = 0
     """Optimizer steps done in this stage."""
     group: int = 0
-    """Groups of this cycle that were trained; the next one is planned from it."""
+    """Groups of this cycle that have begun; the next one is planned from it."""
     rl_step: int = 0
     """RL steps of the whole run; names the rollout files."""
     policy_version: int = 0

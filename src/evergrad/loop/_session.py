@@ -31,12 +31,23 @@ from evergrad.loop._teaching import Teachers
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
-from evergrad.rollouts import Renderer, RolloutWriter, appraise, derive_seed, rollout_json
+from evergrad.rollouts import (
+    BufferState,
+    Renderer,
+    RolloutWriter,
+    appraise,
+    derive_seed,
+    read_buffer_state,
+    rollout_json,
+    write_buffer_state,
+)
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig, UpdatesConfig
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
 
 KEEP_CHECKPOINTS = 2
+_WAITING = "waiting_groups.jsonl"
+"""In the folder of a checkpoint: the groups that had been rolled out and not trained."""
 
 
 class Session:
@@ -275,19 +286,28 @@ class Session:
             hint="run 'evergrad model rollback', then run again",
         )
 
-    async def checkpoint(self) -> None:
-        """Saves trainer and state together: the folder first, then the state that names it, then old folders go."""
+    async def checkpoint(self, waiting: BufferState | None = None) -> None:
+        """Saves trainer, buffer and state together: the folder first, then the state that names it, then old folders go."""
         with self.clock.phase("store"):
             state = self.state
             name = f"c{state.cycle:03d}-{state.stage.value}-{state.step:05d}"
             target = self.folder.checkpoints / name
             await self.trainer.save(str(target))
+            if waiting is not None:
+                write_buffer_state(target / _WAITING, waiting)
             state.checkpoint = name
             self.save_state()
             kept = sorted((path for path in self.folder.checkpoints.iterdir()), key=lambda path: path.stat().st_mtime)
             for old in kept[:-KEEP_CHECKPOINTS]:
                 if old != target:
                     shutil.rmtree(old, ignore_errors=True)
+
+    def waiting_groups(self) -> BufferState:
+        """What the last checkpoint knows of this stage's buffer."""
+        state = self.state
+        if state.step and state.checkpoint is not None and (path := self.folder.checkpoints / state.checkpoint / _WAITING).exists():
+            return read_buffer_state(path)
+        return BufferState(next_index=state.group)
 
     def version_id(self, note: str) -> str:
         return f"{self.config.name}-c{self.state.cycle}-{note}"
