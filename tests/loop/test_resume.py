@@ -123,6 +123,28 @@ def assert_whole(run: Path) -> None:
     json.loads((run / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in report.json"))
 
 
+def test_of_groups_under_way_none_is_left_out_and_none_comes_twice(tiny_config: Path, start: Start) -> None:
+    """With stale tokens allowed, groups wait and run when the controller is killed: bits may differ then, numbers may not."""
+    tiny_config.write_text(tiny_config.read_text().replace("steps = 3\n", "steps = 5\nmax_off_policy_steps = 2\n"))
+    run = tiny_config.parent / "killed"
+    process = start("run", str(tiny_config), "--run-dir", str(run))
+    wait_for("saving", run, process)
+    process.kill()
+    process.wait()
+    finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    learned = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in learned if step["kind"] == "rl"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    assert max(step["staleness_max"] for step in steps) in (1, 2)
+    recorded = Counter()
+    for path in sorted(run.glob("rollouts/step-*.jsonl")):
+        recorded.update(json.loads(line)["group_id"] for line in path.read_text().splitlines())
+    # Every group stands on record once, whole, and no number is missing.
+    assert recorded == {f"c1-g{number}": 4 for number in range(len(recorded))}
+    assert len(recorded) >= 20
+    assert half_written(run) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["warm start", "rollouts"])
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])

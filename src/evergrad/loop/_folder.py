@@ -58,6 +58,8 @@ class LoopState:
     trigger: str = "first start"
     deployed: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment as the world runs it now."""
+    environments: dict[str, str] = field(default_factory=dict)
+    """Suite to fingerprint of the environment's file and settings, as the run last saw them."""
     known: list[dict[str, Any]] = field(default_factory=list)
     """Earlier deployed settings, oldest first: what must not be forgotten."""
     checkpoint: str | None = None

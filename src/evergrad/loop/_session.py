@@ -304,10 +304,11 @@ class Session:
 
     def waiting_groups(self) -> BufferState:
         """What the last checkpoint knows of this stage's buffer."""
-        state = self.state
-        if state.step and state.checkpoint is not None and (path := self.folder.checkpoints / state.checkpoint / _WAITING).exists():
-            return read_buffer_state(path)
-        return BufferState(next_index=state.group)
+        if self.state.step and self.state.checkpoint is not None:
+            path = self.folder.checkpoints / self.state.checkpoint / _WAITING
+            if path.exists():
+                return read_buffer_state(path)
+        return BufferState(next_index=self.state.group)
 
     def version_id(self, note: str) -> str:
         return f"{self.config.name}-c{self.state.cycle}-{note}"

@@ -52,8 +52,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class BufferCounts:
-    """Groups by where they are; ``generated == trained + queued + sum(discarded.values())``. What an earlier session left in the
-    queue counts as generated."""
+    """Groups by where they are; ``generated == trained + queued + sum(discarded.values())``.
+
+    What an earlier session left in the queue counts as generated.
+    """
 
     running: int
     generated: int

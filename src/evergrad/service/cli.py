@@ -107,10 +107,17 @@ def run(
 
 @app.command()
 def train(config: ConfigFile, set_: TrainOverrides = None, run_dir: RunDir = None) -> None:
-    """Train on a data file: supervised fine-tuning or preferences, to an adapter or model that other tools load.
+    """Train once, by any method, to an adapter or model that other tools load.
 
+    With [data] it learns from a file: supervised fine-tuning or preferences. With [environment] it learns there, by
+    demonstrations, reinforcement or a teacher, and is then measured and ruled on, as evergrad run --once does it.
     In a folder that holds an unfinished run of the same configuration and data, go on from the last checkpoint.
     """
+    from evergrad.config import read_config
+
+    if "environment" in read_config(config, set_ or []):
+        run(config, set_, run_dir, once=True)
+        return
     from evergrad.loop.offline import train as train_offline
 
     train_offline(config, set_ or [], run_dir)
