@@ -109,8 +109,9 @@ def run(
 def train(config: ConfigFile, set_: TrainOverrides = None, run_dir: RunDir = None) -> None:
     """Train once, by any method, to an adapter or model that other tools load.
 
-    With [data] it learns from a file: supervised fine-tuning or preferences. With [environment] it learns there, by
-    demonstrations, reinforcement or a teacher, and is then measured and ruled on, as evergrad run --once does it.
+    A configuration with a table data learns from a file: supervised fine-tuning or preferences. One with a table environment
+    learns there, by demonstrations, reinforcement or a teacher, and is measured and ruled on: it is evergrad run --once.
+
     In a folder that holds an unfinished run of the same configuration and data, go on from the last checkpoint.
     """
     from evergrad.config import read_config
