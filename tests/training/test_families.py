@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from transformers import (
 )
 
 from evergrad.training import LossConfig
+from evergrad.training.trainer import Trainer
 from tests.training.conftest import make_batch
 from tests.training.test_gradients import assert_close, gradients, reference_gradients, trainer_for
+from tests.training.test_ranks import config_of, gradient
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -61,6 +64,23 @@ def test_gradients_equal_plain_transformers(folder: Path, micro_batch_tokens: in
     assert_close(found, expected, 1e-6 * max(1.0, largest))
     assert metrics["loss"] == pytest.approx(total, rel=1e-6, abs=1e-6)
     assert metrics["trained_tokens"] < metrics["batch_tokens"]
+
+
+@pytest.mark.parametrize(("method", "cut"), [("full", (2, 2)), pytest.param("lora", (4, 2), marks=pytest.mark.slow)])
+def test_ranks_that_split_the_layers_give_the_gradient_of_one(
+    folder: Path, tmp_path: Path, method: str, cut: tuple[int, int]
+) -> None:
+    """Also of a norm that each rank applies to its own heads, and over several micro-batches."""
+    found = []
+    for ranks, tensor_parallel in ((1, 1), cut):
+        with closing(Trainer(config_of(folder, method, ranks, tensor_parallel, critic=None))) as trainer:
+            metrics = trainer.step(make_batch(0), LossConfig())
+            found.append(gradient(trainer, tmp_path / f"{ranks}"))
+        assert metrics["micro_batches"] > 2
+    assert found[0].keys() == found[1].keys()
+    largest = max(float(each.abs().max()) for each in found[0].values())
+    for name, expected in found[0].items():
+        assert float((found[1][name] - expected).abs().max()) <= 1e-6 * largest, name
 
 
 @pytest.mark.parametrize("kind", [{}, {"dora": True, "rank": 3}], ids=["lora", "dora"])

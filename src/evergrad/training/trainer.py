@@ -259,6 +259,7 @@ class Trainer:
         """
         settings = self.config.optimizer
         rate = settings.lr if lr is None else lr
+        self._ranks.complete_gradients()
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = self._ranks.norm(grads) if grads else 0.0
         finite = bool(np.isfinite(norm))
