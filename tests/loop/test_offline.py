@@ -89,13 +89,16 @@ def steps_on_record(run: Path) -> list[dict[str, Any]]:
 
 KILLS = """
 import os, signal, sys
-import threading
+import resource, threading
 from evergrad.training import checkpoint, sharded_checkpoint, trainer
 from evergrad.transfer import files
 
 at, moment, by = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start tests with it ignored
 step, write, write_state, later = trainer.Trainer.step, files.save_file, checkpoint.write_state, threading.Event()
+
+if moment == "small files":  # a limit on their size stands in for the disk, of the other ranks too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, 120_000))
 
 def kill():
     os.kill(os.getpid(), by)
@@ -269,6 +272,17 @@ def test_training_goes_on_while_two_ranks_write(config: Path, tmp_path: Path) ->
     """The first checkpoint is finished only when a later step has been made, and holds the weights of its own step."""
     slow = start_and_finish(config, tmp_path / "slow", RANKS, "slow parts")
     same_end(slow, start_and_finish(config, tmp_path / "alone", RANKS))
+
+
+@pytest.mark.slow
+def test_two_ranks_that_find_the_disk_full_say_so_and_leave_nothing_half_written(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    told = start_and_kill(config, run, 0, "small files", RANKS, by=0)
+    assert re.search(r"error: could not write: rank \d: .*step-000002", told), told
+    assert "Traceback" not in told
+    assert not list((run / "checkpoints").glob("step-*"))
+    assert half_written(run) == []
+    same_end(start_and_finish(config, run, RANKS), start_and_finish(config, tmp_path / "alone", RANKS))
 
 
 def test_a_full_disk_is_named_and_leaves_the_last_whole_checkpoint(config: Path, tmp_path: Path, undisturbed: Path) -> None:

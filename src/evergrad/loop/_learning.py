@@ -25,6 +25,7 @@ from operator import methodcaller
 from random import Random
 from typing import Any
 
+from evergrad.loop._figures import step_details
 from evergrad.loop._folder import Stage
 from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
@@ -167,6 +168,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
     session.console.advance(text)
     if state.step == 1 or state.step % 4 == 0 or state.step == rl.steps:
         session.console.note(f"  cycle {state.cycle} step {state.step:3d}: {text}")
+        session.console.note(f"    {step_details(record)}", style="dim")
 
 
 def _require_finite(session: Session) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from evergrad.envs import Taskset
 from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
-from evergrad.loop._folder import LoopState, RunFolder, Stage, write_text
+from evergrad.loop._folder import WAITING, LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._scores import reward_interval
@@ -44,10 +43,6 @@ from evergrad.rollouts import (
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig, UpdatesConfig
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
-
-KEEP_CHECKPOINTS = 2
-_WAITING = "waiting_groups.jsonl"
-"""In the folder of a checkpoint: the groups that had been rolled out and not trained."""
 
 
 class Session:
@@ -294,20 +289,16 @@ class Session:
             target = self.folder.checkpoints / name
             await self.trainer.save(str(target))
             if waiting is not None:
-                write_buffer_state(target / _WAITING, waiting)
+                write_buffer_state(target / WAITING, waiting)
             state.checkpoint = name
             self.save_state()
-            kept = sorted((path for path in self.folder.checkpoints.iterdir()), key=lambda path: path.stat().st_mtime)
-            for old in kept[:-KEEP_CHECKPOINTS]:
-                if old != target:
-                    shutil.rmtree(old, ignore_errors=True)
+            self.folder.prune_checkpoints(name)
 
     def waiting_groups(self) -> BufferState:
         """What the last checkpoint knows of this stage's buffer."""
-        if self.state.step and self.state.checkpoint is not None:
-            path = self.folder.checkpoints / self.state.checkpoint / _WAITING
-            if path.exists():
-                return read_buffer_state(path)
+        path = self.folder.checkpoints / (self.state.checkpoint or "") / WAITING
+        if self.state.step and path.exists():
+            return read_buffer_state(path)
         return BufferState(next_index=self.state.group)
 
     def version_id(self, note: str) -> str:
