@@ -7,6 +7,7 @@ and not of rounding; transformers' norms and TRL's entropies go through float32 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -259,6 +260,45 @@ def test_corrections(model_folder: Path, reference_folder: Path, tmp_path: Path,
     correction = {"kind": "truncate" if kind == "truncate" else "mask", "level": level, "cap": 1.3, "floor": floor}
     found = ours(model_folder, samples, "ppo", {"anchor": "proximal", "correction": correction}, 4096)
     assert_equal(f"correction {mode}", found, theirs(trainer.model, loss))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_distillation(model_folder: Path, reference_folder: Path, tmp_path: Path, temperature: float) -> None:
+    """Every gradient of TRL's reverse KL, which sums over the vocabulary where ours samples: here all tokens alike, so that
+    one sample of each token makes that sum. TRL's is in float32."""
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    args = DistillationConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2,
+        max_completion_length=LONGEST, gradient_checkpointing=False, temperature=temperature, beta=1.0,
+    )  # fmt: skip
+    model, teacher = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float64) for f in (model_folder, reference_folder))
+    trainer = DistillationTrainer(
+        model=model,
+        teacher_model=teacher,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "w3 w4"}] * 2),
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+    )
+    model.eval()
+    prompts, answers = [[7, 8, 9], [7, 11]], [[5], [4, 6, 3]]
+    inputs = {
+        "prompt_ids": padded(prompts, left=True),
+        "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], left=True),
+        "completion_ids": padded(answers),
+        "completion_mask": padded([[1] * len(answer) for answer in answers]),
+    }
+    expected = theirs(model, trainer.compute_loss(model, inputs))
+    contexts = [prompt + answer[:t] for prompt, answer in zip(prompts, answers, strict=True) for t in range(len(answer))]
+    everything = [
+        make_sample(context, [token], logprobs=(0.0,) * len(context) + (-math.log(VOCAB),), temperature=temperature)
+        for context in contexts
+        for token in range(VOCAB)
+    ]
+    samples = with_logprobs("reference_logprobs", reference_folder, everything)
+    _, gradients = ours(model_folder, samples, "reverse_kl", {"ratio_cap": 1e6}, 4096)
+    assert_equal("reverse_kl", (expected[0], gradients), expected)
 
 
 def pairs(reference: Path | None, count: int) -> list[TrainingSample]:
