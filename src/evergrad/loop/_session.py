@@ -26,7 +26,7 @@ from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._scores import reward_interval
 from evergrad.loop._serving import PRODUCTION, Serving
-from evergrad.loop._teaching import Teachers
+from evergrad.loop._teaching import Teachers, scorer_of
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
@@ -226,17 +226,18 @@ class Session:
         return replace(batch, samples=tuple(samples))
 
     async def start_teacher(self) -> None:
-        """Starts what this stage learns from, if it has a teacher that is not there yet."""
-        if self.recipe.rl.distill is not None:
+        """Starts what scores this stage's samples besides the policy, if there is any and it is not there yet."""
+        if scorer := scorer_of(self.config, self.state.cycle):
             with self.clock.phase("setup"):
-                await self.teachers.start(self.recipe.rl.distill)
+                await self.teachers.start(scorer)
 
     async def teach(self, batch: TrainingBatch) -> TrainingBatch:
-        """The batch with the log-probabilities of the stage's teacher, if it has one."""
-        if self.recipe.rl.distill is None:
+        """The batch with the log-probabilities of the stage's teacher or reference, if it has one."""
+        scorer = scorer_of(self.config, self.state.cycle)
+        if scorer is None:
             return batch
         with self.clock.phase("train"):
-            return await self.teachers.teach(batch, self.recipe.rl.distill)
+            return await self.teachers.teach(batch, scorer)
 
     async def reset_trainer(self, version_id: str | None) -> None:
         """Starts the trainer from a version (or the base model) with a fresh optimizer."""
