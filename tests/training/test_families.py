@@ -66,13 +66,18 @@ def test_gradients_equal_plain_transformers(folder: Path, micro_batch_tokens: in
     assert metrics["trained_tokens"] < metrics["batch_tokens"]
 
 
-@pytest.mark.parametrize(("method", "cut"), [("full", (2, 2)), pytest.param("lora", (4, 2), marks=pytest.mark.slow)])
-def test_ranks_that_split_the_layers_give_the_gradient_of_one(
-    folder: Path, tmp_path: Path, method: str, cut: tuple[int, int]
-) -> None:
+SPLIT = [
+    ("full", 2, "qwen3, tied, wide heads"),
+    *(pytest.param("full", 2, family, marks=pytest.mark.slow) for family in ("qwen2", "gemma3")),
+    pytest.param("lora", 4, "qwen3, tied, wide heads", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("method", "count", "folder"), SPLIT, indirect=["folder"])
+def test_ranks_that_split_the_layers_give_the_gradient_of_one(folder: Path, tmp_path: Path, method: str, count: int) -> None:
     """Also of a norm that each rank applies to its own heads, and over several micro-batches."""
     found = []
-    for ranks, tensor_parallel in ((1, 1), cut):
+    for ranks, tensor_parallel in ((1, 1), (count, 2)):
         with closing(Trainer(config_of(folder, method, ranks, tensor_parallel, critic=None))) as trainer:
             metrics = trainer.step(make_batch(0), LossConfig())
             found.append(gradient(trainer, tmp_path / f"{ranks}"))
