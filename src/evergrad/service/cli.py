@@ -182,7 +182,9 @@ def data_check(
     ] = None,
     format_: Annotated[
         str,
-        typer.Option("--format", metavar="NAME", help="chat, prompt_completion, text, preference or preference_openai."),
+        typer.Option(
+            "--format", metavar="NAME", help="chat, prompt_completion, text, tokens, preference or preference_openai."
+        ),
     ] = "auto",
     max_tokens: Annotated[
         int | None,
