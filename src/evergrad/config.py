@@ -53,10 +53,20 @@ class Config(BaseModel):
 def load_config(model: type[ConfigT], path: Path | None, overrides: Iterable[str] = ()) -> ConfigT:
     """Reads ``path`` (TOML), applies ``a.b=value`` overrides in order, and validates.
 
+    Raises:
+        ConfigError: missing file, bad TOML, unknown key (with the nearest one), or a value that does not fit.
+    """
+    where = str(path) if path else "command line"
+    return parse_config(model, read_config(path, overrides), where=where, folder=path.parent if path else None)
+
+
+def read_config(path: Path | None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The plain data of ``path`` (TOML) with ``a.b=value`` overrides in order, as no model has seen it.
+
     Values of overrides are TOML values; what does not parse as one is taken as a string.
 
     Raises:
-        ConfigError: missing file, bad TOML, unknown key (with the nearest one), or a value that does not fit.
+        ConfigError: missing file, bad TOML, or an override that goes nowhere.
     """
     where = str(path) if path else "command line"
     data: dict[str, Any] = {}
@@ -71,7 +81,7 @@ def load_config(model: type[ConfigT], path: Path | None, overrides: Iterable[str
             raise ConfigError(f"nested more than {DEEPEST} levels deep", where=where) from None
     for override in overrides:
         _apply_override(data, override)
-    return parse_config(model, data, where=where, folder=path.parent if path else None)
+    return data
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -80,10 +90,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     >>> parse_overrides(["contract=v2", "limits.turns=3"])
     {'contract': 'v2', 'limits': {'turns': 3}}
     """
-    data: dict[str, Any] = {}
-    for override in overrides:
-        _apply_override(data, override)
-    return data
+    return read_config(None, overrides)
 
 
 def parse_config(model: type[ConfigT], data: Mapping[str, Any], *, where: str, folder: Path | None = None) -> ConfigT:

@@ -64,7 +64,6 @@ def refused(process: subprocess.Popen[str], *words: str) -> None:
             'lr = 1e-3\nloss = { name = "reverse_kl" }\ndistill = { model = "tiny" }',
             ["takes the place of rewards", "advantage = 'constant'"],
         ),
-        ("lr = 1e-3", "lr = 1e-3\nloss = { options = { kl_coef = 0.1 } }", ["frozen reference", "method = 'lora'"]),
         ("lr = 1e-3", 'lr = 1e-3\nupdates = { epochs = 2 }\nloss = { name = "cross_entropy" }', ["takes no ratio", "ppo"]),
         ("lr = 1e-3", "lr = 1e-3\nupdates = { mini_batches = 5 }", ["updates.mini_batches = 5", "groups_per_step"]),
         ("lr = 1e-3", 'lr = 1e-3\nadvantage = "constant"', ["ignores the reward", "group_mean"]),

@@ -67,6 +67,32 @@ def test_ppo_with_a_critic_ends_in_the_same_bits_when_it_was_killed(tiny_config:
     assert weights_hash(tmp_path / "one") == weights_hash(tmp_path / "two")
 
 
+KL = """lr = 1e-3
+advantage = "group_normalized"
+loss = { name = "grpo", options = { kl_coef = 0.04, kl_weighted = false } }
+"""
+
+
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+def test_the_kl_is_to_what_the_stage_began_with(tiny_config: Path, tmp_path: Path, start: Start, method: str) -> None:
+    """A LoRA keeps that itself; under full fine-tuning a worker of its own holds it."""
+    tiny_config.write_text(tiny_config.read_text().replace("lr = 1e-3\n", KL).replace('"full"', f'"{method}"'))
+    finish(start("run", str(tiny_config), "--run-dir", str(tmp_path / "run")))
+    learned = learned_steps(tmp_path / "run")
+    assert learned[0]["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert 1e-5 < learned[1]["reference_kl"] < learned[2]["reference_kl"]
+
+
+@pytest.mark.slow
+def test_a_run_with_a_reference_of_its_own_ends_in_the_same_bits_when_it_was_killed(
+    tiny_config: Path, tmp_path: Path, start: Start
+) -> None:
+    tiny_config.write_text(tiny_config.read_text().replace("lr = 1e-3\n", KL))
+    finish(start("run", str(tiny_config), "--run-dir", str(tmp_path / "one")))
+    killed_at_its_second_step(tiny_config, tmp_path / "two", start)
+    assert weights_hash(tmp_path / "one") == weights_hash(tmp_path / "two")
+
+
 @pytest.mark.slow
 def test_distillation_from_another_model_ends_in_the_same_bits_when_it_was_killed(
     tiny_config: Path, tmp_path: Path, start: Start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,8 @@ lora = {{ rank = 4 }}
 [checkpoint]
 every = 2
 """
+ENDS = ("final", "checkpoints/step-000006/trainer")
+"""Folders of what a run of six steps ends with."""
 PAIRS = ["method=dpo", f"data.file={EXAMPLES / 'preferences.jsonl'}", "schedule.lr=1e-3"]
 
 
@@ -86,56 +89,87 @@ def steps_on_record(run: Path) -> list[dict[str, Any]]:
 
 KILLS = """
 import os, signal, sys
-from evergrad.training import trainer
+import resource, threading
+from evergrad.training import checkpoint, sharded_checkpoint, trainer
 from evergrad.transfer import files
 
-at, moment, by = int(sys.argv[1]), sys.argv[2], signal.Signals(int(sys.argv[3]))
+at, moment, by = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start tests with it ignored
-step, write, calls = trainer.Trainer.step, files.save_file, []
+step, write, write_state, later = trainer.Trainer.step, files.save_file, checkpoint.write_state, threading.Event()
+
+if moment == "small files":  # a limit on their size stands in for the disk, of the other ranks too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, 120_000))
 
 def kill():
     os.kill(os.getpid(), by)
 
 def killed_step(self, *arguments):
-    calls.append(1)
     if self.updates + 1 == at and moment == "before":
         kill()
     found = step(self, *arguments)
     if self.updates == at and moment == "after":
         kill()
+    if self.updates == 3:
+        later.set()
     return found
 
 def killed_write(tensors, path, **more):
+    if moment == "full disk" and f".step-{at:06d}" in str(path):
+        raise OSError(28, "No space left on device")
     write(tensors, path, **more)
     if moment == "saving" and "checkpoints" in str(path) and f".step-{at:06d}" in str(path):
         kill()
 
-trainer.Trainer.step, files.save_file = killed_step, killed_write
+def last_word(folder, *more):  # of the first rank, when all have written
+    if moment == "writing parts" and f".step-{at:06d}" in str(folder):
+        kill()
+    if moment == "slow parts" and ".step-000002" in str(folder):
+        assert later.wait(120), "no step was made while the checkpoint was written"
+    write_state(folder, *more)
+
+trainer.Trainer.step, files.save_file, sharded_checkpoint.write_state = killed_step, killed_write, last_word
 from evergrad.service.cli import command
 sys.exit(command(["train", *sys.argv[4:]]))
 """
+
+
+def start(config: Path, run: Path, at: int, moment: str, words: Sequence[str], by: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", KILLS, str(at), moment, str(int(by)), str(config), "--run-dir", str(run)]
+    command += [word for each in words for word in ("--set", each)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
 
 
 def start_and_kill(
     config: Path, run: Path, at: int, moment: str, words: Sequence[str] = (), *, by: int = signal.SIGKILL
 ) -> str:
     """Runs ``evergrad train`` in a process of its own that sends itself a signal; returns what it said."""
-    command = [sys.executable, "-c", KILLS, str(at), moment, str(int(by)), str(config), "--run-dir", str(run)]
-    command += [word for each in words for word in ("--set", each)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
-    assert killed.returncode == (-signal.SIGKILL if by == signal.SIGKILL else 130), killed.stderr
+    killed = start(config, run, at, moment, words, by)
+    assert killed.returncode == {signal.SIGKILL: -signal.SIGKILL, 0: 1}.get(by, 130), killed.stderr
     assert not (run / "report.json").exists()
-    return killed.stdout
+    return killed.stdout + killed.stderr
+
+
+def start_and_finish(config: Path, run: Path, words: Sequence[str] = (), moment: str = "") -> Path:
+    """The same to its end; a trainer of several ranks has a process of its own, as it can have no other beside it."""
+    done = start(config, run, 0, moment, words, 0)
+    assert done.returncode == 0, done.stderr
+    return run
 
 
 def same_end(run: Path, other: Path) -> None:
     """Weights, optimizer, and every figure but those of time and memory agree to the last bit."""
-    for name in ("final/adapter_model.safetensors", "checkpoints/step-000006/trainer/model.safetensors"):
-        ours, theirs = load_file(run / name), load_file(other / name)
-        assert ours.keys() == theirs.keys()
-        for tensor in ours:
-            assert torch.equal(ours[tensor], theirs[tensor]), tensor
+    ours, theirs = (
+        {path.relative_to(each).as_posix(): path for folder in ENDS for path in (each / folder).glob("*.safetensors")}
+        for each in (run, other)
+    )
+    assert ours.keys() == theirs.keys()
+    assert {Path(name).parent.as_posix() for name in ours} == set(ENDS)
+    for name, path in ours.items():
+        one, two = load_file(path), load_file(theirs[name])
+        assert one.keys() == two.keys()
+        for tensor in one:
+            assert torch.equal(one[tensor], two[tensor]), f"{name}: {tensor}"
     timed = ("seconds", "wall_s", "tokens_per_s", "memory_gib")
     lines, others = (
         [{key: value for key, value in line.items() if key not in timed} for line in steps_on_record(each)]
@@ -200,11 +234,67 @@ def test_killed_while_a_checkpoint_is_written(config: Path, tmp_path: Path, undi
     same_end(train(config, [], tmp_path / "run"), undisturbed)
 
 
+FULL = ["trainer.method=full", "schedule.lr=1e-3"]
+RANKS = ["trainer.ranks=2"]
+RECIPES = {
+    "dpo": PAIRS,
+    "simpo": [*PAIRS, "method=simpo"],
+    "sft, full": FULL,
+    "dpo, full": [*PAIRS, *FULL],
+    "sft, dora": ["trainer.lora.dora=true"],
+    "sft, two ranks": RANKS,
+    "dpo, full, two ranks": [*PAIRS, *FULL, *RANKS],
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [1, 4])
-def test_pairs_killed_and_resumed(config: Path, tmp_path: Path, undisturbed_pairs: Path, at: int) -> None:
-    start_and_kill(config, tmp_path / "run", at, "before", PAIRS)
-    same_end(train(config, PAIRS, tmp_path / "run"), undisturbed_pairs)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_at_every_step_one_after_the_other(config: Path, tmp_path: Path, recipe: str) -> None:
+    """Each session is killed at the next step, before it or after it, and goes on from what the one before has saved."""
+    words, run = RECIPES[recipe], tmp_path / "run"
+    alone = start_and_finish(config, tmp_path / "alone", words)
+    for at in range(1, 7):
+        start_and_kill(config, run, at, "before" if at % 2 else "after", words)
+    same_end(start_and_finish(config, run, words), alone)
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_while_they_write_a_checkpoint(config: Path, tmp_path: Path) -> None:
+    """They write while training goes on, so the step after is under way; the checkpoint before is whole."""
+    run = tmp_path / "run"
+    alone = start_and_finish(config, tmp_path / "alone", RANKS)
+    start_and_kill(config, run, 4, "writing parts", RANKS)
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-000002"]
+    same_end(start_and_finish(config, run, RANKS), alone)
+
+
+def test_training_goes_on_while_two_ranks_write(config: Path, tmp_path: Path) -> None:
+    """The first checkpoint is finished only when a later step has been made; were it waited for, that would never be."""
+    run = start_and_finish(config, tmp_path / "run", [*RANKS, "steps=4", "checkpoint.pinned=[2]"], "slow parts")
+    assert report_of(run)["checkpoints"] == [2, 4]
+    # It holds the weights of its own step.
+    assert json.loads((run / "checkpoints/step-000002/trainer/state.json").read_text())["updates"] == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_that_find_the_disk_full_say_so_and_leave_nothing_half_written(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    told = start_and_kill(config, run, 0, "small files", RANKS, by=0)
+    assert re.search(r"error: could not write: rank \d: .*step-000002", told), told
+    assert "Traceback" not in told
+    assert not list((run / "checkpoints").glob("step-*"))
+    assert half_written(run) == []
+    same_end(start_and_finish(config, run, RANKS), start_and_finish(config, tmp_path / "alone", RANKS))
+
+
+def test_a_full_disk_is_named_and_leaves_the_last_whole_checkpoint(config: Path, tmp_path: Path, undisturbed: Path) -> None:
+    run = tmp_path / "run"
+    told = start_and_kill(config, run, 4, "full disk", by=0)
+    assert re.search(r"error: .*could not write: .*step-000004.*Next: free", told), told
+    assert "Traceback" not in told
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-000002"]
+    assert half_written(run) == []
+    same_end(train(config, [], run), undisturbed)
 
 
 # ── What a run leaves ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,8 +414,8 @@ def test_the_last_the_best_and_the_pinned_checkpoints_are_kept(config: Path, tmp
     ("words", "told"),
     [
         (["method=stf"], "did you mean 'sft'"),
-        (["method=grpo"], "'evergrad run' does them for now"),
-        (["learn.rl.steps=3"], "'evergrad run --once'"),
+        (["method=grpo"], "give the tables [environment] and [learn]"),
+        (["learn.rl.steps=3"], "give the tables [environment] and [learn], and no [data]"),
         (["shedule.lr=1"], "did you mean 'schedule'"),
         (["schedule.shape=cosinus"], "'cosine'"),
         (["trainer.optimizer.lr=1"], "set schedule.lr"),

@@ -27,6 +27,7 @@ from evergrad.evals import GIVEN_UP, GateConfig
 from evergrad.inference import EngineConfig
 from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
+from evergrad.loop._checking import notice_changed_environments
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
@@ -182,6 +183,35 @@ def test_state_survives_and_json_stays_strict(tmp_path: Path) -> None:
     folder.close()
     write_json(tmp_path / "x.json", {"a": float("nan"), "b": [float("inf"), 1.5]})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": [None, 1.5]}
+
+
+def test_an_environment_that_was_changed_between_sessions_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "letters.py"
+    source = LETTERS.read_text()
+    path.write_text(source)
+    state, told = LoopState(deployed={"contract": "v1"}), []
+
+    def session() -> Any:
+        found: dict[str, Taskset] = {}
+
+        def taskset(settings: dict[str, Any]) -> Taskset:
+            return found.setdefault(repr(settings), Taskset(str(path), settings))
+
+        return SimpleNamespace(
+            state=state, taskset=taskset, suite=lambda settings: taskset(settings).suite, event=told.append
+        )  # fmt: skip
+
+    for _ in range(2):
+        notice_changed_environments(session())
+    assert told == []
+    before = dict(state.environments)
+    path.write_text(source + "\n# other rewards from here on\n")
+    for _ in range(2):
+        notice_changed_environments(session())
+    (suite,) = before
+    assert told == [
+        f"the environment of {suite} has changed since this run began: {before[suite]} then, {state.environments[suite]} now"
+    ]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9])

@@ -24,7 +24,8 @@ PATIENCE_S = 240.0
 def weights_hash(run: Path) -> str:
     """Over every bit of the final candidate's tensors; a file's header may order its notes as it likes."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(load_file(run / "versions" / "t-c1-rl" / "model.safetensors").items()):
+    (path,) = (run / "versions" / "t-c1-rl").glob("*.safetensors")
+    for name, tensor in sorted(load_file(path).items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
     return digest.hexdigest()
 
@@ -121,6 +122,61 @@ def assert_whole(run: Path) -> None:
     assert len(trained) == 12
     assert set(trained.values()) == {1}
     json.loads((run / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in report.json"))
+
+
+def test_of_groups_under_way_none_is_left_out_and_none_comes_twice(tiny_config: Path, start: Start) -> None:
+    """With stale tokens allowed, groups wait and run when the controller is killed: bits may differ then, numbers may not."""
+    tiny_config.write_text(tiny_config.read_text().replace("steps = 3\n", "steps = 5\nmax_off_policy_steps = 2\n"))
+    run = tiny_config.parent / "killed"
+    process = start("run", str(tiny_config), "--run-dir", str(run))
+    wait_for("saving", run, process)
+    process.kill()
+    process.wait()
+    finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    learned = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in learned if step["kind"] == "rl"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    assert max(step["staleness_max"] for step in steps) in (1, 2)
+    recorded = Counter()
+    for path in sorted(run.glob("rollouts/step-*.jsonl")):
+        recorded.update(json.loads(line)["group_id"] for line in path.read_text().splitlines())
+    # Every group stands on record once, whole, and no number is missing.
+    assert recorded == {f"c1-g{number}": 4 for number in range(len(recorded))}
+    assert len(recorded) >= 20
+    assert half_written(run) == []
+
+
+TRAINERS = {"full": 'method = "full"', "lora": 'method = "lora"', "two ranks": 'method = "full"\nranks = 2'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_killed_at_each_of_six_steps_one_after_the_other(tiny_config: Path, tmp_path: Path, start: Start, trainer: str) -> None:
+    """Each session is killed when its next step is on record, whether that is saved yet or not; what it lost is done again."""
+    text = tiny_config.read_text().replace('method = "full"', TRAINERS[trainer])
+    tiny_config.write_text(text.replace("steps = 3", "steps = 6"))
+    finish(start("run", str(tiny_config), "--run-dir", str(tmp_path / "alone")))
+    run = tmp_path / "killed"
+    for step in range(1, 7):
+        process = start("run", str(tiny_config), "--run-dir", str(run))
+        deadline = time.monotonic() + PATIENCE_S
+        while steps_on_record(run) < step:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        children = workers(process.pid)
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs(children, timeout=15)[1]
+    finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    assert steps_on_record(run) == 6
+    assert weights_hash(run) == weights_hash(tmp_path / "alone")
+
+
+def steps_on_record(run: Path) -> int:
+    """Of reinforcement learning."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"kind": "rl"') if path.exists() else 0
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ async def test_a_batch_holds_the_oldest_groups_in_order_whatever_finished_first(
     assert [sample.rollout_id for sample in batch.samples] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
     assert batch.num_valid_tokens == 12
     assert batch.metrics["reward_mean"] == 0.5
+    assert batch.metrics["sampled_entropy"] == pytest.approx(0.1)
 
 
 async def test_late_groups_are_masked_at_the_cut_and_replaced(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,6 +89,23 @@ def test_what_cannot_be_done_is_one_line(words: list[str], told: str, capsys: py
     assert len(err.splitlines()) == 1
 
 
-def test_a_configuration_of_the_loop_is_sent_to_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["train", str(EXAMPLES.parent / "demo.toml")]) == 2
-    assert "'evergrad run --once'" in capsys.readouterr().err
+def test_a_training_in_an_environment_is_one_cycle_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, list[str], Path | None]] = []
+
+    def run_loop(config: Path, overrides: list[str], run_dir: Path | None) -> Path:
+        asked.append((config, overrides, run_dir))
+        return Path("runs/x")
+
+    monkeypatch.setattr("evergrad.loop.run_loop", run_loop)
+    demo = EXAMPLES.parent / "demo.toml"
+    assert command(["train", str(demo), "--set", "seed=7", "--run-dir", "runs/x"]) == 0
+    assert command(["run", str(demo), "--once", "--set", "seed=7", "--run-dir", "runs/x"]) == 0
+    assert asked[0] == asked[1]
+    assert asked[0][1] == ["seed=7", "budget.cycles=1", "watch.requests=0", "traffic.changes=[]"]
+
+
+def test_what_a_training_learns_from_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path("mine.toml")
+    config.write_text('method = "grpo"\n[data]\nfile = "chat.jsonl"\n')
+    assert command(["train", str(config)]) == 2
+    assert "give the tables [environment] and [learn]" in capsys.readouterr().err

@@ -80,3 +80,17 @@ def make_batch(seed: int, groups: int = 3, size: int = 4, system: int = 5, **fie
             samples.append(sample)
     samples.append(dataclasses.replace(samples[0], rollout_id="again"))
     return TrainingBatch(tuple(samples), sum(sum(sample.loss_mask) for sample in samples))
+
+
+def unshared(batch: TrainingBatch) -> TrainingBatch:
+    """The batch with a first token of its own before each sample, so that none begins as another does."""
+    columns = ("loss_mask", "logprobs", "advantages")
+    samples = tuple(
+        dataclasses.replace(
+            sample,
+            token_ids=(VOCAB - 1 - number, *sample.token_ids),
+            **{name: (type(getattr(sample, name)[0])(0), *getattr(sample, name)) for name in columns},
+        )
+        for number, sample in enumerate(batch.samples)
+    )
+    return dataclasses.replace(batch, samples=samples)

@@ -25,6 +25,7 @@ from evergrad.training.data import (
     Problem,
     Row,
     Text,
+    Tokens,
     examine,
     load_dataset,
     parse,
@@ -162,6 +163,18 @@ def trained(encoder: Encoder, made: Row) -> list[str]:
             "preferred_output",
             ["a list of one assistant message"],
         ),
+        ({"input_ids": []}, "input_ids", ["not empty"]),
+        ({"input_ids": [1, 2.5]}, "input_ids[1]", ["a whole number of 0 or more, got 2.5"]),
+        ({"input_ids": [1, True]}, "input_ids[1]", ["got true"]),
+        ({"input_ids": [1, -100]}, "input_ids[1]", ["got -100"]),
+        ({"input_ids": [1, 2], "labels": [2]}, "labels", ["1 entries for 2 tokens"]),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "labels[0]", ["is not the token there, 1", "are not shifted"]),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "labels", ["no token of it would be trained"]),
+        ({"input_ids": [1]}, "labels", ["no token of it would be trained"]),
+        ({"input_ids": [1, 2], "attention_mask": [1, 2]}, "attention_mask[1]", ["0 or 1, got 2"]),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask", ["a hole"]),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "attention_mask", ["nothing of the row"]),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "position_ids", ["one sequence a row"]),
         (
             {"prompt": [ASKED, {"role": "assistant", "content": "b"}], "completion": [{"role": "assistant", "content": "c"}]},
             "prompt[1].role",
@@ -240,7 +253,24 @@ def test_all_formats_are_read() -> None:
     assert row({"prompt": [ASKED], "chosen": answer, "rejected": other}, "preference").content == Pair(said, unsaid)
     openai = {"input": {"messages": [ASKED]}, "preferred_output": answer, "non_preferred_output": other}
     assert row(openai, "preference_openai").content == Pair(said, unsaid)
-    assert len(FORMATS) == 5
+    assert row({"input_ids": [7, 8], "labels": [-100, 8]}, "tokens").content == Tokens((7, 8), (False, True))
+    assert len(FORMATS) == 6
+
+
+def test_token_ids_are_trained_as_they_are(encoder: Callable[[str], Encoder], tmp_path: Path) -> None:
+    padded = {"input_ids": [0, 0, 5, 6, 7, 8, 0], "labels": [-100, -100, 5, -100, 7, 8, -100]}
+    rows = [
+        {**padded, "attention_mask": [0, 0, 1, 1, 1, 1, 0], "position_ids": [0, 0, 0, 1, 2, 3, 4]},
+        {"input_ids": [5, 6, 7]},
+    ]
+    found = examine(write(tmp_path, *rows))
+    assert (found.problems, found.unit, found.lengths, found.trained) == ([], "tokens", [4, 3], [3, 3])
+    found = examine(write(tmp_path, *rows), encoder=encoder(CHATML))
+    samples = [row[0].sample("f") for row in found.encoded]
+    # The first token is predicted by nothing.
+    assert [(each.token_ids, each.loss_mask) for each in samples] == [((5, 6, 7, 8), (0, 0, 1, 1)), ((5, 6, 7), (0, 1, 1))]
+    found = examine(write(tmp_path, {"input_ids": [5, 10**6]}), encoder=encoder(CHATML))
+    assert "input_ids[1]: is no token of the model, got 1000000" in found.problems[0].told("f")
 
 
 def test_arguments_of_tool_calls_become_objects_and_parts_become_text() -> None:

@@ -15,7 +15,7 @@ from evergrad.training import LoraConfig, LossConfig, TrainerConfig
 from evergrad.training.parts import sum_of_squares
 from evergrad.training.trainer import Trainer
 from evergrad.types import TrainingBatch, TrainingSample
-from tests.training.conftest import make_batch, make_sample
+from tests.training.conftest import make_batch, make_sample, unshared
 
 POLICY_GRADIENT, CROSS_ENTROPY = LossConfig(name="policy_gradient"), LossConfig(name="cross_entropy")
 
@@ -106,6 +106,38 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut_or_ordered(model_folder
     assert_close(
         gradients(trainer_for(model_folder, method), dataclasses.replace(batch, samples=tuple(shuffled)), loss)[0], whole, 1e-12
     )
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared beginnings", "nothing shared"])
+def test_packed_is_padded(model_folder: Path, shared: bool) -> None:
+    """In one micro-batch and in four, against one padded forward of transformers over all samples, the usual way."""
+    batch = make_batch(8) if shared else unshared(make_batch(8))
+    width = max(len(sample.token_ids) for sample in batch.samples)
+
+    def padded(field: str) -> torch.Tensor:
+        rows = [getattr(sample, field) for sample in batch.samples]
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
+    ids, mask = padded("token_ids"), padded("loss_mask")[:, 1:].bool()
+    attention = torch.tensor([[int(i < len(sample.token_ids)) for i in range(width)] for sample in batch.samples])
+    rows = torch.log_softmax(model(input_ids=ids, attention_mask=attention).logits[:, :-1], -1)
+    logprobs = rows.gather(2, ids[:, 1:, None]).squeeze(2)[mask]
+    behaviour, advantages = (padded(field).double()[:, 1:][mask] for field in ("logprobs", "advantages"))
+    weights = (logprobs.detach() - behaviour).exp().clamp(max=2.0)
+    (-weights * advantages * logprobs).sum().div(batch.num_valid_tokens).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    whole, metrics = gradients(trainer_for(model_folder), batch, POLICY_GRADIENT)
+    assert_close(whole, expected, 1e-6)
+    trained = [sample for sample in batch.samples if any(sample.advantages)]
+    longest = sum(max(i for i, each in enumerate(sample.advantages) if each) for sample in trained)
+    assert (metrics["trained_tokens"] == longest) is not shared
+    cut, cut_metrics = gradients(
+        trainer_for(model_folder, micro_batch_tokens=math.ceil(metrics["trained_tokens"] / 3)), batch, POLICY_GRADIENT
+    )
+    assert cut_metrics["micro_batches"] >= 3
+    assert_close(cut, expected, 1e-6)
 
 
 def test_in_float32_too(model_folder: Path) -> None:

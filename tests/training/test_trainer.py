@@ -71,7 +71,7 @@ def test_advantage_decides_the_direction(model_folder: Path) -> None:
     assert after[1] < before[1] - 0.1
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 @pytest.mark.parametrize("method", METHODS)
 def test_at_zero_learning_rate_the_ratio_is_one_and_nothing_moves(model_folder: Path, temperature: float, method: str) -> None:
     """Behaviour log-probabilities come from transformers, one sample at a time, under the sampling temperature."""
@@ -128,6 +128,19 @@ def test_batches_that_make_no_sense_are_refused_by_name(
     with pytest.raises(TrainerError, match=message):
         trainer.step(TrainingBatch((make_sample([1], [2]), sample), valid + (1 if valid else 0)), LossConfig())
     assert equal(weights(trainer), before)
+
+
+def test_a_sample_over_the_context_length_is_refused_by_name(model_folder: Path) -> None:
+    trainer = new_trainer(model_folder)
+    before, longest = weights(trainer), 2048
+    fits = make_sample([3] * (longest - 1), [5], rollout_id="r6")
+    over = make_sample([3] * longest, [5], rollout_id="r7")
+    with pytest.raises(TrainerError, match=r"a sample of 2049 tokens, and the model has 2048 positions.*r7.*Next: shorten it"):
+        trainer.step(TrainingBatch((fits, over), 2), LossConfig())
+    with pytest.raises(TrainerError, match="2048 positions"):
+        trainer.score([over])
+    assert equal(weights(trainer), before)
+    assert trainer.step(TrainingBatch((fits,), 1), LossConfig())["updated"] == 1
 
 
 def test_empty_batches_change_nothing(model_folder: Path) -> None:

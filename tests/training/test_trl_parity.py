@@ -7,6 +7,7 @@ and not of rounding; transformers' norms and TRL's entropies go through float32 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,7 @@ def with_logprobs(field: str, folder: Path, samples: list[TrainingSample], noise
     return [dataclasses.replace(sample, **{field: each}) for sample, each in zip(samples, values, strict=True)]
 
 
-def rollouts(folder: Path, reference: Path, temperature: float = 1.0) -> list[TrainingSample]:
+def rollouts(folder: Path, reference: Path, temperature: float = 1.0, tool_tokens: int = 3) -> list[TrainingSample]:
     """Two groups of four: answers of 1 to 9 tokens, in some of them tokens of a tool; one without advantage."""
     draw = random.Random(0)
     samples = []
@@ -90,7 +91,7 @@ def rollouts(folder: Path, reference: Path, temperature: float = 1.0) -> list[Tr
         prompt = [draw.randrange(2, VOCAB) for _ in range(3 + 4 * group)]
         for member in range(4):
             answer = [draw.randrange(2, 6) for _ in range(draw.randint(1, 5))]
-            tool = [draw.randrange(VOCAB) for _ in range(draw.choice([0, 3]))]
+            tool = [draw.randrange(VOCAB) for _ in range(draw.choice([0, tool_tokens]))]
             last = [draw.randrange(2, 6) for _ in range(draw.randint(1, 4))]
             ids, mask = prompt + answer + tool + last, [0] * len(prompt) + [1] * len(answer) + [0] * len(tool) + [1] * len(last)
             advantage = [1.0, -0.7, 0.0, 0.4][member]
@@ -207,7 +208,37 @@ def test_policy_losses(
     assert_equal(label, found, theirs(trainer.model, loss))
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("cut", [4096, 20])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_rloo(model_folder: Path, reference_folder: Path, tmp_path: Path, temperature: float, cut: int) -> None:
+    """Every gradient, for fresh answers: TRL's ratio is of whole answers and ours of tokens, and both are 1 there. TRL's loss
+    is then minus the mean advantage, so that losses are not compared, and TRL's takes the place of ours."""
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    samples = with_logprobs("logprobs", model_folder, rollouts(model_folder, reference_folder, temperature, tool_tokens=0))
+    args = RLOOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=LONGEST, gradient_checkpointing=False, temperature=temperature,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+    trainer = RLOOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "w3 w4"}] * 8),
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+    )
+    model.eval()
+    inputs = grpo_inputs(samples)
+    inputs["old_logps"] = inputs.pop("old_per_token_logps").sum(1)
+    expected = theirs(model, trainer.compute_loss(model, inputs))
+    options = {"normalization": "constant", "constant_length": 1}  # one weight for each answer, however long
+    _, gradients = ours(model_folder, samples, "policy_gradient", options, cut)
+    assert_equal("rloo", (expected[0], gradients), expected)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "token_icepop", "sequence_truncate", "sequence_mask"])
 def test_corrections(model_folder: Path, reference_folder: Path, tmp_path: Path, mode: str) -> None:
     """TRL makes the weight where it generates, and its loss is handed the result; so is it here."""
     level, kind = mode.split("_")
@@ -221,12 +252,53 @@ def test_corrections(model_folder: Path, reference_folder: Path, tmp_path: Path,
     )
     difference = (inputs["old_per_token_logps"] - sampled) * inputs["tool_mask"]
     ratio = (difference if level == "token" else difference.sum(-1, keepdim=True)).exp()
-    inputs["importance_sampling_ratio"] = ratio.clamp(max=1.3) if kind == "truncate" else ratio.masked_fill(ratio > 1.3, 0.0)
+    floor = 0.8 if kind == "icepop" else 0.0
+    outside = (ratio > 1.3) | (ratio < floor)
+    inputs["importance_sampling_ratio"] = ratio.clamp(max=1.3) if kind == "truncate" else ratio.masked_fill(outside, 0.0)
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     loss = trainer.compute_loss(trainer.model, inputs)
-    correction = {"kind": kind, "level": level, "cap": 1.3}
+    correction = {"kind": "truncate" if kind == "truncate" else "mask", "level": level, "cap": 1.3, "floor": floor}
     found = ours(model_folder, samples, "ppo", {"anchor": "proximal", "correction": correction}, 4096)
     assert_equal(f"correction {mode}", found, theirs(trainer.model, loss))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_distillation(model_folder: Path, reference_folder: Path, tmp_path: Path, temperature: float) -> None:
+    """Every gradient of TRL's reverse KL, which sums over the vocabulary where ours samples: here all tokens alike, so that
+    one sample of each token makes that sum. TRL's is in float32."""
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    args = DistillationConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2,
+        max_completion_length=LONGEST, gradient_checkpointing=False, temperature=temperature, beta=1.0,
+    )  # fmt: skip
+    model, teacher = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float64) for f in (model_folder, reference_folder))
+    trainer = DistillationTrainer(
+        model=model,
+        teacher_model=teacher,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "w3 w4"}] * 2),
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+    )
+    model.eval()
+    prompts, answers = [[7, 8, 9], [7, 11]], [[5], [4, 6, 3]]
+    inputs = {
+        "prompt_ids": padded(prompts, left=True),
+        "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], left=True),
+        "completion_ids": padded(answers),
+        "completion_mask": padded([[1] * len(answer) for answer in answers]),
+    }
+    expected = theirs(model, trainer.compute_loss(model, inputs))
+    contexts = [prompt + answer[:t] for prompt, answer in zip(prompts, answers, strict=True) for t in range(len(answer))]
+    everything = [
+        make_sample(context, [token], logprobs=(0.0,) * len(context) + (-math.log(VOCAB),), temperature=temperature)
+        for context in contexts
+        for token in range(VOCAB)
+    ]
+    samples = with_logprobs("reference_logprobs", reference_folder, everything)
+    _, gradients = ours(model_folder, samples, "reverse_kl", {"ratio_cap": 1e6}, 4096)
+    assert_equal("reverse_kl", (expected[0], gradients), expected)
 
 
 def pairs(reference: Path | None, count: int) -> list[TrainingSample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evergrad.config import nearest
 from evergrad.envs import Taskset
@@ -19,6 +19,9 @@ from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import derive_seed
 from evergrad.types import EvergradError, InputError
+
+if TYPE_CHECKING:
+    from evergrad.loop._session import Session
 
 
 def check_inputs(config: RunConfig, console: LoopConsole) -> None:
@@ -148,6 +151,18 @@ def _draw(config: RunConfig, settings: Mapping[str, Any], split: str, count: int
         taskset.tasks(split, count, seed)
     except EvergradError as error:
         raise InputError(f"{key} = {count} cannot be drawn on {taskset.suite}: {error}") from error
+
+
+def notice_changed_environments(session: Session) -> None:
+    """Tells when an environment's file is not what it was: a fault in it may be mended while a run goes on, but what was
+    learned, and measured, before then was judged by the old one."""
+    state = session.state
+    for settings in (state.deployed, *state.known):
+        suite, now = session.suite(settings), session.taskset(settings).fingerprint
+        before = state.environments.get(suite, now)
+        if before != now:
+            session.event(f"the environment of {suite} has changed since this run began: {before} then, {now} now")
+        state.environments[suite] = now
 
 
 def check_folder(folder: RunFolder) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 
 def usd(amount: float | None) -> str:
@@ -51,3 +53,28 @@ def count(number: float | None) -> str:
     if number is None:
         return "–"
     return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
+
+
+def step_details(record: Mapping[str, Any]) -> str:
+    """What a step of reinforcement learning says of its health, in one line; what a loss does not measure is left out.
+
+    >>> step_details({"ratio_mean": 1.0, "clipped_share": 0.02, "sampled_tokens_mean": 18.5, "outcome_policy_fault": 3.0})
+    'ratio 1.000  clipped 2.0%  18.5 tokens a rollout  3 policy faults'
+    """
+    shown = {
+        "loss": "loss {:.3g}",
+        "ratio_mean": "ratio {:.3f}",
+        "clipped_share": "clipped {:.1%}",
+        "mismatch_kl": "mismatch KL {:.1e}",
+        "reference_kl": "reference KL {:.1e}",
+        "teacher_kl": "teacher KL {:.2g}",
+        "sampled_entropy": "entropy {:.2f}",
+        "sampled_tokens_mean": "{:.1f} tokens a rollout",
+        "useful_token_share": "{:.0%} useful",
+        "memory_gib": "{:.2f} GiB",
+    }
+    words = [form.format(record[name]) for name, form in shown.items() if record.get(name) is not None]
+    for name in ("policy_fault", "environment_fault", "verifier_fault"):
+        if many := int(record.get(f"outcome_{name}") or 0):
+            words.append(f"{many} {name.replace('_', ' ')}{'s' if many > 1 else ''}")
+    return "  ".join(words)

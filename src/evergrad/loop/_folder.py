@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from evergrad.config import ConfigError
 from evergrad.loop.config import RunConfig
 from evergrad.types import EvergradError
+
+WAITING = "waiting_groups.jsonl"
+"""In the folder of a checkpoint: the groups that had been rolled out and not trained."""
+_KEEP_CHECKPOINTS = 2
 
 
 class Stage(StrEnum):
@@ -49,7 +54,7 @@ class LoopState:
     step: int = 0
     """Optimizer steps done in this stage."""
     group: int = 0
-    """Groups of this cycle that were trained; the next one is planned from it."""
+    """Groups of this cycle that have begun; the next one is planned from it."""
     rl_step: int = 0
     """RL steps of the whole run; names the rollout files."""
     policy_version: int = 0
@@ -58,6 +63,8 @@ class LoopState:
     trigger: str = "first start"
     deployed: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment as the world runs it now."""
+    environments: dict[str, str] = field(default_factory=dict)
+    """Suite to fingerprint of the environment's file and settings, as the run last saw them."""
     known: list[dict[str, Any]] = field(default_factory=list)
     """Earlier deployed settings, oldest first: what must not be forgotten."""
     checkpoint: str | None = None
@@ -102,6 +109,14 @@ class RunFolder:
     @property
     def versions(self) -> Path:
         return self.path / "versions"
+
+    def prune_checkpoints(self, newest: str) -> None:
+        """Removes all but the last two, of which ``newest`` is one whatever the clock says."""
+        others = sorted(
+            (each for each in self.checkpoints.iterdir() if each.name != newest), key=lambda each: each.stat().st_mtime
+        )
+        for old in others[: 1 - _KEEP_CHECKPOINTS]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def load_state(self, initial: LoopState) -> LoopState:
         """The saved state, or ``initial`` in a new folder.

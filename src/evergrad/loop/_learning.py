@@ -10,7 +10,8 @@ LEARN is two loops around the buffer::
     learn   consumes whole batches;            waits for ``take_batch``; unblocked by ``put``.
 
 With ``max_off_policy_steps = 0`` the two take turns, every rollout is sampled from the weights that its batch updates, and the
-engine steps in lockstep with the open rollouts, so that a run repeats bit for bit.
+engine steps in lockstep with the open rollouts, so that a run repeats bit for bit. Otherwise groups wait in the buffer at the
+end of a step: its checkpoint holds them, and a resumed run trains them, and first begins anew what had not ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from operator import methodcaller
 from random import Random
 from typing import Any
 
+from evergrad.loop._figures import step_details
 from evergrad.loop._folder import Stage
 from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
@@ -103,6 +105,7 @@ async def learn(session: Session) -> Stage:
         resamples_per_batch=rl.replace_groups,
         overlong=rl.overlong,
         turn_discount=rl.turn_discount,
+        start=session.waiting_groups(),
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
     try:
@@ -123,7 +126,7 @@ async def learn(session: Session) -> Stage:
 
 async def _step(session: Session, buffer: Buffer) -> None:
     state, rl = session.state, session.recipe.rl
-    started, used = time.monotonic(), _used(buffer)
+    started = time.monotonic()
     with session.clock.phase("rollout"):
         batch = await buffer.take_batch()
     rolled = time.monotonic()
@@ -134,8 +137,10 @@ async def _step(session: Session, buffer: Buffer) -> None:
     trained = time.monotonic()
     receipt = await session.publish()
     await buffer.advance(state.policy_version)
+    # What waits in the buffer now is in the files of steps that are complete: no await before the file of this one is.
+    left = buffer.state()
     state.step += 1
-    state.group += _used(buffer) - used
+    state.group = left.next_index
     session.writer.complete(state.rl_step)
     state.rl_step += 1
     record = session.record_step(
@@ -153,7 +158,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
         },
     )
     _require_finite(session)
-    await session.checkpoint()
+    await session.checkpoint(left)
     half = record["reward_ci95"]
     interval = f" ± {half:.2f}" if math.isfinite(half) else ""
     text = (
@@ -163,6 +168,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
     session.console.advance(text)
     if state.step == 1 or state.step % 4 == 0 or state.step == rl.steps:
         session.console.note(f"  cycle {state.cycle} step {state.step:3d}: {text}")
+        session.console.note(f"    {step_details(record)}", style="dim")
 
 
 def _require_finite(session: Session) -> None:
@@ -187,41 +193,34 @@ def _require_finite(session: Session) -> None:
         )
 
 
-def _used(buffer: Buffer) -> int:
-    """Groups whose numbers are used up, those that were replaced too: no task comes twice."""
-    return buffer.counts.trained + sum(buffer.counts.discarded.values())
-
-
 async def _roll(session: Session, buffer: Buffer) -> None:
     """Keeps every free slot filled with a running group, or in synchronous mode runs wave after wave of them."""
-    number = session.state.group
     try:
         if session.recipe.rl.max_off_policy_steps == 0:
-            while size := await _wave(session, buffer, number):
-                number += size
+            while await _wave(session, buffer):
+                pass
             return
         async with asyncio.TaskGroup() as groups:
             while ticket := await buffer.acquire():
-                groups.create_task(_run_one(session, buffer, ticket, *_plan(session, number)))
-                number += 1
+                groups.create_task(_run_one(session, buffer, ticket, *_plan(session, ticket.index)))
     except BaseException as error:
         # The other loop waits for batches; it must learn that none will come, and why.
         await buffer.fail(error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error)
         raise
 
 
-async def _wave(session: Session, buffer: Buffer, number: int) -> int:
-    """Runs a group in every free slot and waits for all of them; returns how many.
+async def _wave(session: Session, buffer: Buffer) -> bool:
+    """Runs a group in every free slot and waits for all of them; False when none is to be run any more.
 
     What runs together decides the engine's batches, and with them the last bit of a log-probability. A wave that starts when
     the one before has wholly ended is the same in every session of the run, whoever finishes first.
     """
     first = await buffer.acquire()
     if first is None:
-        return 0
+        return False
     more = [await buffer.acquire() for _ in range(buffer.free_slots)]
     tickets = [ticket for ticket in (first, *more) if ticket is not None]
-    planned = [_plan(session, number + offset) for offset in range(len(tickets))]
+    planned = [_plan(session, ticket.index) for ticket in tickets]
     await session.engine.reset_prefix_cache()
     await session.engine.open_sessions(
         f"{group_id}/{index}" for group_id, _, _ in planned for index in range(session.recipe.rl.group_size)
@@ -229,7 +228,7 @@ async def _wave(session: Session, buffer: Buffer, number: int) -> int:
     async with asyncio.TaskGroup() as groups:
         for ticket, plan in zip(tickets, planned, strict=True):
             groups.create_task(_run_one(session, buffer, ticket, *plan))
-    return len(tickets)
+    return True
 
 
 def _plan(session: Session, number: int) -> tuple[str, Task, Mapping[str, Any]]:

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,21 +21,28 @@ from evergrad.envs import Taskset
 from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
-from evergrad.loop._folder import LoopState, RunFolder, Stage, write_text
+from evergrad.loop._folder import WAITING, LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._scores import reward_interval
 from evergrad.loop._serving import PRODUCTION, Serving
-from evergrad.loop._teaching import Teachers
+from evergrad.loop._teaching import Teachers, scorer_of
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
-from evergrad.rollouts import Renderer, RolloutWriter, appraise, derive_seed, rollout_json
+from evergrad.rollouts import (
+    BufferState,
+    Renderer,
+    RolloutWriter,
+    appraise,
+    derive_seed,
+    read_buffer_state,
+    rollout_json,
+    write_buffer_state,
+)
 from evergrad.training import LossConfig, TrainerClient, TrainerConfig, UpdatesConfig
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
-
-KEEP_CHECKPOINTS = 2
 
 
 class Session:
@@ -220,17 +226,18 @@ class Session:
         return replace(batch, samples=tuple(samples))
 
     async def start_teacher(self) -> None:
-        """Starts what this stage learns from, if it has a teacher that is not there yet."""
-        if self.recipe.rl.distill is not None:
+        """Starts what scores this stage's samples besides the policy, if there is any and it is not there yet."""
+        if scorer := scorer_of(self.config, self.state.cycle):
             with self.clock.phase("setup"):
-                await self.teachers.start(self.recipe.rl.distill)
+                await self.teachers.start(scorer)
 
     async def teach(self, batch: TrainingBatch) -> TrainingBatch:
-        """The batch with the log-probabilities of the stage's teacher, if it has one."""
-        if self.recipe.rl.distill is None:
+        """The batch with the log-probabilities of the stage's teacher or reference, if it has one."""
+        scorer = scorer_of(self.config, self.state.cycle)
+        if scorer is None:
             return batch
         with self.clock.phase("train"):
-            return await self.teachers.teach(batch, self.recipe.rl.distill)
+            return await self.teachers.teach(batch, scorer)
 
     async def reset_trainer(self, version_id: str | None) -> None:
         """Starts the trainer from a version (or the base model) with a fresh optimizer."""
@@ -275,19 +282,25 @@ class Session:
             hint="run 'evergrad model rollback', then run again",
         )
 
-    async def checkpoint(self) -> None:
-        """Saves trainer and state together: the folder first, then the state that names it, then old folders go."""
+    async def checkpoint(self, waiting: BufferState | None = None) -> None:
+        """Saves trainer, buffer and state together: the folder first, then the state that names it, then old folders go."""
         with self.clock.phase("store"):
             state = self.state
             name = f"c{state.cycle:03d}-{state.stage.value}-{state.step:05d}"
             target = self.folder.checkpoints / name
             await self.trainer.save(str(target))
+            if waiting is not None:
+                write_buffer_state(target / WAITING, waiting)
             state.checkpoint = name
             self.save_state()
-            kept = sorted((path for path in self.folder.checkpoints.iterdir()), key=lambda path: path.stat().st_mtime)
-            for old in kept[:-KEEP_CHECKPOINTS]:
-                if old != target:
-                    shutil.rmtree(old, ignore_errors=True)
+            self.folder.prune_checkpoints(name)
+
+    def waiting_groups(self) -> BufferState:
+        """What the last checkpoint knows of this stage's buffer."""
+        path = self.folder.checkpoints / (self.state.checkpoint or "") / WAITING
+        if self.state.step and path.exists():
+            return read_buffer_state(path)
+        return BufferState(next_index=self.state.group)
 
     def version_id(self, note: str) -> str:
         return f"{self.config.name}-c{self.state.cycle}-{note}"

@@ -1,21 +1,33 @@
 """Teachers: models that grade the sampled tokens of a batch, between its rollouts and its update.
 
-Each is one more worker of the trainer's kind, which is only asked to score; the frozen reference needs none, for the trainer
-itself keeps it. A worker starts when a stage first needs it, and stays.
+Each is one more worker of the trainer's kind, which is only asked to score; the frozen reference of a LoRA needs none, for the
+trainer itself keeps it. A worker starts when a stage first needs it, and stays; one serves all versions of the run in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from evergrad.loop.config import RunConfig
 from evergrad.loop.distill import DistillConfig
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import for_teacher, taught
 from evergrad.training import TrainerClient, TrainerConfig
 from evergrad.types import InputError, TrainingBatch
+
+_VERSIONS = "a version of the run"
+
+
+def scorer_of(config: RunConfig, cycle: int) -> DistillConfig | None:
+    """Who besides the policy scores what a cycle samples: its teacher; or for a loss with a KL term under full fine-tuning,
+    which keeps no frozen reference, the version that the stage begins with; or nobody."""
+    rl = config.recipe(cycle).rl
+    if rl.distill is not None or config.trainer.method == "lora" or not rl.loss.build().needs_reference:
+        return rl.distill
+    return DistillConfig(version=f"{config.name}-c{cycle}-sft")
 
 
 class Teachers:
@@ -35,6 +47,8 @@ class Teachers:
         self._placement, self._student, self._trainer = placement, student, trainer
         self._registry, self._root = registry, root
         self._clients: dict[str, TrainerClient] = {}
+        self._version: str | None = None
+        """What the worker for versions of the run holds."""
 
     async def start(self, distill: DistillConfig) -> None:
         """Starts the teacher, if it is not there yet.
@@ -42,28 +56,30 @@ class Teachers:
         Raises:
             EvergradError: its model does not load, or the registry has no such version.
         """
-        name = distill.model or distill.version
-        if name is None or name in self._clients:
-            return
         if distill.model is not None:
             # "full" is the model as it is, without an adapter around each layer; nobody asks it for a gradient, so that the
             # student's budget of memory, which counts one, would be the wrong one.
-            own: dict[str, Any] = {"model": str(base_model(name)), "method": "full", "critic": None, "memory_gib": None}
-            config, uri = self._student.model_copy(update=own), None
-        else:
-            config = self._student.model_copy(update={"critic": None})
-            uri = str(self._root / self._registry.get(name).weights_uri)
-        worker = await self._placement.start("teacher", "evergrad.training", config)
-        client = self._clients[name] = TrainerClient(worker.base_url, worker.token)
-        if uri is not None:
-            await client.reset(uri)
+            own: dict[str, Any] = {"model": str(base_model(distill.model)), "method": "full", "memory_gib": None}
+            await self._worker(distill.model, own)
+        elif distill.version is not None:
+            client = await self._worker(_VERSIONS, {})
+            if self._version != distill.version:
+                await client.reset(str(self._root / self._registry.get(distill.version).weights_uri))
+                self._version = distill.version
+
+    async def _worker(self, name: str, changes: Mapping[str, Any]) -> TrainerClient:
+        if name not in self._clients:
+            config = self._student.model_copy(update={"critic": None, **changes})
+            worker = await self._placement.start("teacher", "evergrad.training", config)
+            self._clients[name] = TrainerClient(worker.base_url, worker.token)
+        return self._clients[name]
 
     async def teach(self, batch: TrainingBatch, distill: DistillConfig) -> TrainingBatch:
         """The batch with what the teacher, which was started, says of each trained token."""
         samples = for_teacher(batch.samples)
         if distill.frozen:
             return taught(batch, await self._trainer.score(samples, reference=True))
-        return taught(batch, await self._clients[distill.model or distill.version or ""].score(samples))
+        return taught(batch, await self._clients[distill.model or _VERSIONS].score(samples))
 
     async def __aenter__(self) -> Teachers:
         return self

@@ -377,12 +377,6 @@ class RunConfig(Config):
             raise ValueError(
                 "placement.mode = 'disaggregated' overlaps rollouts with training, so rl.max_off_policy_steps must be >= 1"
             )
-        if self.trainer.method == "full" and any(
-            r.rl.loss.build().needs_reference and r.rl.distill is None and r.rl.steps for r in recipes
-        ):
-            raise ValueError(
-                "full fine-tuning keeps no frozen reference for the loss's kl_coef; set trainer.method = 'lora' or kl_coef = 0"
-            )
         asks = [r.rl.advantage for r in recipes if r.rl.steps and ESTIMATORS[r.rl.advantage].needs_critic]
         if asks and self.critic is None:
             raise ValueError(

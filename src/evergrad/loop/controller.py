@@ -31,7 +31,7 @@ from typing import Any
 
 from evergrad.config import load_config
 from evergrad.ledger import Ledger, PriceBook
-from evergrad.loop._checking import check_folder, check_inputs
+from evergrad.loop._checking import check_folder, check_inputs, notice_changed_environments
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
@@ -201,6 +201,7 @@ def _announcement(session: Session) -> str:
 
 def _begin_cycle(session: Session, state: LoopState) -> None:
     session.clock.subject = f"cycle-{state.cycle}"
+    notice_changed_environments(session)
     if state.cycle_started.get("cycle") == state.cycle:
         return
     usd = session.spent_usd()

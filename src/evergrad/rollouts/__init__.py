@@ -5,7 +5,9 @@ Knows no engine: it is handed a ``Generate``. The walk: ``run_group`` (``run_rol
 """
 
 from evergrad.rollouts._appraisal import appraise
-from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, NothingToLearn, Ticket, keep_filled
+from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, NothingToLearn, Ticket
+from evergrad.rollouts._buffer_state import BufferState, read_buffer_state, write_buffer_state
+from evergrad.rollouts._filling import keep_filled
 from evergrad.rollouts._renderer import Renderer, RendererError, extends
 from evergrad.rollouts._run import (
     Generate,
@@ -35,6 +37,7 @@ __all__ = [
     "ESTIMATORS",
     "Buffer",
     "BufferCounts",
+    "BufferState",
     "BufferStopped",
     "CutSamples",
     "Estimator",
@@ -62,6 +65,7 @@ __all__ = [
     "generalized_advantages",
     "greedy_rollout",
     "keep_filled",
+    "read_buffer_state",
     "read_rollouts",
     "rollout_json",
     "run_group",
@@ -71,4 +75,5 @@ __all__ = [
     "step_name",
     "taught",
     "with_hint",
+    "write_buffer_state",
 ]

@@ -14,20 +14,22 @@
 * Slots bound the age of what starts; a slow group can still come late, so age is checked again, token by token, when the
   batch is cut.
 
-``generated = trained + queued + discarded`` holds at any time.
+``generated = trained + queued + discarded`` holds at any time. ``state`` is all that a resumed run needs: what was queued
+still is, and what was running begins anew before any other group does, so that no task is left out or comes twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evergrad.rollouts._buffer_state import BufferState
 from evergrad.rollouts._figures import batch_figures
 from evergrad.rollouts._samples import CutSamples, cut_samples, over_batch, tell_nothing_apart, trainable, turn_rewards
 from evergrad.rollouts.advantages import ESTIMATORS, OverlongConfig, estimate, estimate_turns
-from evergrad.types import EvergradError, RolloutGroup, Task, TrainingBatch, Usage
+from evergrad.types import EvergradError, RolloutGroup, TrainingBatch, Usage
 
 
 class BufferStopped(EvergradError):
@@ -43,14 +45,17 @@ class Ticket:
     """Leave to run one group."""
 
     index: int
-    """Counts groups from 0 in the order of their start."""
+    """Counts groups in the order of their first start, over all sessions of a run."""
     policy_version: int
     """The live version when it was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferCounts:
-    """Groups by where they are; ``generated == trained + queued + sum(discarded.values())``."""
+    """Groups by where they are; ``generated == trained + queued + sum(discarded.values())``.
+
+    What an earlier session left in the queue counts as generated.
+    """
 
     running: int
     generated: int
@@ -80,6 +85,7 @@ class Buffer:
         flat_batches_allowed: int = 5,
         overlong: OverlongConfig | None = None,
         turn_discount: float = 1.0,
+        start: BufferState | None = None,
     ) -> None:
         """
         Args:
@@ -95,6 +101,7 @@ class Buffer:
             overlong: what is taken from the rewards of long rollouts before advantages are.
             turn_discount: γ of an estimator that compares turn by turn.
             flat_batches_allowed: batches in a row without any advantage after which there is nothing to learn: stop.
+            start: the :meth:`state` of a buffer whose place this one takes; of a new run when absent.
         """
         if max_off_policy_steps < 0 or groups_per_batch < 1:
             raise EvergradError("max_off_policy_steps must be at least 0 and groups_per_batch at least 1", where="buffer")
@@ -108,14 +115,18 @@ class Buffer:
         """Rollouts by the first words of their fault."""
         self._compares_within = ESTIMATORS[estimator].least_group > 1
         self._estimator, self._max_running, self._total_batches = estimator, max_running, total_batches
-        self._fault_limit, self._recent = fault_limit, deque[bool](maxlen=fault_window)
+        start = start or BufferState()
+        self._fault_limit, self._recent = fault_limit, deque(start.faults, maxlen=fault_window)
         self._resamples_per_batch, self._overlong, self._turn_discount = resamples_per_batch, overlong, turn_discount
-        self._flat_batches_allowed, self._flat_batches = flat_batches_allowed, 0
+        self._flat_batches_allowed, self._flat_batches = flat_batches_allowed, start.flat_batches
         self._running: set[int] = set()
+        self._unfinished, self._next_index = deque(start.unfinished), start.next_index
         self._queued: dict[int, RolloutGroup] = {}
         self._flat: set[int] = set()
         """Those of the queued groups that have no variance, if the estimator compares within groups."""
-        self._started = self._generated = self._trained = self._released = 0
+        for index, group in start.queued.items():
+            self._queue(index, group)
+        self._generated, self._trained, self._released = len(self._queued), 0, 0
         self._discarded: Counter[str] = Counter()
         self._paused = self._finished = False
         self._stop: EvergradError | None = None
@@ -155,10 +166,12 @@ class Buffer:
             self._raise_stop()
             if self._finished:
                 return None
-            ticket = Ticket(self._started, self.policy_version)
-            self._started += 1
-            self._running.add(ticket.index)
-            return ticket
+            if self._unfinished:
+                index = self._unfinished.popleft()
+            else:
+                index, self._next_index = self._next_index, self._next_index + 1
+            self._running.add(index)
+            return Ticket(index, self.policy_version)
 
     @property
     def free_slots(self) -> int:
@@ -330,6 +343,11 @@ class Buffer:
             self.current_step += 1
             self._changed.notify_all()
 
+    def state(self) -> BufferState:
+        """For a buffer that takes this one's place from here on; between two awaits nothing of it changes."""
+        unfinished = tuple(sorted({*self._running, *self._unfinished}))
+        return BufferState(self._next_index, unfinished, dict(self._queued), self._flat_batches, tuple(self._recent))
+
     async def pause(self) -> None:
         """No group starts until :meth:`resume`; returns when none is running any more."""
         async with self._changed:
@@ -360,39 +378,6 @@ class Buffer:
     def _raise_stop(self) -> None:
         if self._stop is not None:
             raise self._stop
-
-
-async def keep_filled(buffer: Buffer, tasks: Iterator[Task], run: Callable[[Task, Ticket], Awaitable[RolloutGroup]]) -> None:
-    """Produces groups for ``buffer`` until it stops or ``tasks`` end. Whatever goes wrong reaches the buffer's consumer.
-
-    Args:
-        run: runs one group; its exceptions end the production, faults of rollouts are not exceptions.
-    """
-
-    async def one(task: Task, ticket: Ticket) -> None:
-        try:
-            await buffer.put(ticket, await run(task, ticket))
-        finally:
-            await buffer.release(ticket)
-
-    try:
-        async with asyncio.TaskGroup() as running:
-            for task in tasks:
-                ticket = await buffer.acquire()
-                if ticket is None:
-                    break
-                running.create_task(one(task, ticket))
-        await buffer.finish()
-    except* BufferStopped:
-        pass  # the consumer hears of it from the buffer itself
-    except* Exception as failed:
-        await buffer.fail(_first(failed))
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _kind(fault: str) -> str:

@@ -33,7 +33,8 @@ def batch_figures(
     samples = [sample for _, cut in taken for sample in cut.samples]
     ages = [policy_version - sample.min_policy_version for sample in samples] or [0]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
-    sampled = sum(len(turn.completion.token_ids) for turn in turns)
+    logprobs = [logprob for turn in turns for logprob in turn.completion.logprobs]
+    sampled = len(logprobs)
     metrics = {
         "groups": len(groups),
         "groups_replaced": len(passed_over),
@@ -44,6 +45,8 @@ def batch_figures(
         "turns_mean": len(turns) / len(rollouts) if rollouts else 0.0,
         "sampled_tokens": sampled,
         "sampled_tokens_mean": sampled / len(rollouts) if rollouts else 0.0,
+        # Sampled by μ itself, so the mean of −log μ is its entropy without bias, and costs no pass over the vocabulary.
+        "sampled_entropy": -fmean(logprobs) if logprobs else 0.0,
         "samples": len(samples),
         "staleness_mean": fmean(ages),
         "staleness_max": max(ages),

@@ -12,7 +12,7 @@ from rich.text import Text as Styled
 
 from evergrad.service._edge import printable
 from evergrad.service._screen import console, table
-from evergrad.training.data import Conversation, EncodedRow, Encoder, Examination, Pair, Row, Text, examine
+from evergrad.training.data import Conversation, EncodedRow, Encoder, Examination, Pair, Row, Text, Tokens, examine
 
 _BINS = 10
 _BAR = 40
@@ -43,7 +43,7 @@ def check_data(path: Path, model: str | None, form: str, limit: int | None, over
     _summary(screen, found, limit)
     _histogram(screen, found)
     _preview(screen, found, encoder)
-    if encoder is None:
+    if encoder is None and found.unit == "characters":
         screen.print("Lengths are in characters of the file. Next: --model NAME counts tokens and applies its chat template")
     return 0
 
@@ -126,6 +126,14 @@ def _marked(row: EncodedRow, encoder: Encoder) -> Styled:
 def _untokenized(row: Row) -> Styled:
     text = Styled()
     content = row.content.chosen if isinstance(row.content, Pair) else row.content
+    if isinstance(content, Tokens):
+        at = 0
+        for start, end, _ in content.spans:
+            _append(text, "".join(f"{token} " for token in content.token_ids[at:start]), trained=False)
+            _append(text, " ".join(map(str, content.token_ids[start:end])), trained=True)
+            at = end
+        _append(text, "".join(f" {token}" for token in content.token_ids[at:]), trained=False)
+        return text
     if isinstance(content, Text):
         _append(text, content.prompt, trained=False)
         _append(text, content.completion, trained=True)

@@ -107,10 +107,18 @@ def run(
 
 @app.command()
 def train(config: ConfigFile, set_: TrainOverrides = None, run_dir: RunDir = None) -> None:
-    """Train on a data file: supervised fine-tuning or preferences, to an adapter or model that other tools load.
+    """Train once, by any method, to an adapter or model that other tools load.
+
+    A configuration with a table data learns from a file: supervised fine-tuning or preferences. One with a table environment
+    learns there, by demonstrations, reinforcement or a teacher, and is measured and ruled on: it is evergrad run --once.
 
     In a folder that holds an unfinished run of the same configuration and data, go on from the last checkpoint.
     """
+    from evergrad.config import read_config
+
+    if "environment" in read_config(config, set_ or []):
+        run(config, set_, run_dir, once=True)
+        return
     from evergrad.loop.offline import train as train_offline
 
     train_offline(config, set_ or [], run_dir)
@@ -174,7 +182,9 @@ def data_check(
     ] = None,
     format_: Annotated[
         str,
-        typer.Option("--format", metavar="NAME", help="chat, prompt_completion, text, preference or preference_openai."),
+        typer.Option(
+            "--format", metavar="NAME", help="chat, prompt_completion, text, tokens, preference or preference_openai."
+        ),
     ] = "auto",
     max_tokens: Annotated[
         int | None,

@@ -99,6 +99,9 @@ class Ranks:
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Adds up, in place, what each share of the batch gave; the sums are the same on every rank."""
 
+    def complete_gradients(self) -> None:
+        """Adds up what each rank has only a part of so far; once, after the last backward pass of an update."""
+
     def parameter_groups(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         """Parameters, or their gradients, that one call of an optimizer or norm can take."""
         return [list(parameters)]

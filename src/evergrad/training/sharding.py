@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -51,6 +51,7 @@ class ShardedRanks(Ranks):
     """One of ``config.ranks`` processes of this machine. All of them must make it, and then do the same in the same order."""
 
     _writing: Future[None] | None = None
+    _of_each_head: Sequence[nn.Module] = ()
 
     def __init__(self, config: TrainerConfig, rank: int, meeting_place: Path, ready: Callable[[], None]) -> None:
         """
@@ -100,7 +101,7 @@ class ShardedRanks(Ranks):
             TrainerError: its layers cannot be split by ``tensor_parallel``.
         """
         if self._config.tensor_parallel > 1:
-            split_layers(model, self._mesh["tp"])
+            self._of_each_head = split_layers(model, self._mesh["tp"])
         # Gradients are added up as they are kept, whatever they were computed with.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
         for layer in decoder_layers(model):
@@ -149,6 +150,12 @@ class ShardedRanks(Ranks):
             # Over all ranks, those that computed the same samples too, so that one sum reaches all to the last bit.
             dist.all_reduce(tensor)
             tensor /= self._config.tensor_parallel
+
+    def complete_gradients(self) -> None:
+        for module in self._of_each_head:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(here(parameter.grad), group=self._mesh.get_group("tp"))
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

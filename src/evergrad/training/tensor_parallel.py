@@ -1,7 +1,8 @@
 """Splits each layer of a model over the ranks of a mesh (Shoeybi et al. 2019, arXiv 1909.08053).
 
 The first matrices of attention and MLP are split by their outputs (heads, inner units), the last by their inputs, so that a
-rank computes its heads and units from start to end, and what the ranks give adds up to the layer's output.
+rank computes its heads and units from start to end, and what the ranks give adds up to the layer's output. A norm that is
+applied to each head stays whole, and sees a rank's own heads alone: of its gradient each rank has a part.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from evergrad.training.config import TrainerError
 from evergrad.training.lora import LoraLinear
 
+_OF_EACH_HEAD = "replicated_with_grad_allreduce"
+"""How transformers calls a module that all ranks hold and apply to their own heads."""
 _EVEN = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def split_layers(model: Any, mesh: DeviceMesh) -> None:
+def split_layers(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
     """Splits the layers in place, as the model's own configuration lays it out; embeddings and head stay whole.
+
+    Returns the modules whose gradients have yet to be added up over the mesh.
 
     Raises:
         TrainerError: the configuration lays out nothing, or what is not supported here; or the ranks do not divide the model.
@@ -31,7 +36,7 @@ def split_layers(model: Any, mesh: DeviceMesh) -> None:
     # Of the layers alone: log-probabilities want the whole of the head.
     whole_plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {pattern: style for pattern, style in whole_plan.items() if pattern.startswith("layers.")}
-    strange = sorted(set(plan.values()) - {"colwise", "rowwise"})
+    strange = sorted(set(plan.values()) - {"colwise", "rowwise", _OF_EACH_HEAD})
     if not plan or strange:
         reason = f"it needs {', '.join(strange)}" if strange else "its configuration says nothing about how"
         raise TrainerError(
@@ -44,14 +49,15 @@ def split_layers(model: Any, mesh: DeviceMesh) -> None:
                 hint="choose a divisor of both numbers of heads and of the inner width",
             )
     decoder: nn.Module = getattr(model, model.base_model_prefix)
-    styles = {
-        name: _style(module, style)
+    planned = [
+        (name, module, style)
         for name, module in decoder.named_modules()
-        if isinstance(module, (nn.Linear, LoraLinear))
         for pattern, style in plan.items()
         if fnmatch.fnmatchcase(name, pattern)
-    }
-    parallelize_module(decoder, mesh, styles)
+    ]
+    matrices = {name: _style(module, style) for name, module, style in planned if isinstance(module, (nn.Linear, LoraLinear))}
+    parallelize_module(decoder, mesh, matrices)
+    return [module for _, module, style in planned if style == _OF_EACH_HEAD]
 
 
 def _style(module: nn.Module, style: str) -> ParallelStyle:

@@ -27,12 +27,13 @@ from torch import Tensor
 from evergrad.training.checkpoint import Checkpoint
 from evergrad.training.config import LossConfig, TrainerConfig, TrainerError, UpdatesConfig
 from evergrad.training.critic import Critic
-from evergrad.training.forest import Forest, TrainedTokens
-from evergrad.training.losses import Loss, TokenTensors, Totals
+from evergrad.training.forest import TrainedTokens
+from evergrad.training.losses import Loss
 from evergrad.training.memory import BudgetedMemory, Memory
 from evergrad.training.meter import Meter, memory_gib
 from evergrad.training.model import load_model, sequence_logprobs
 from evergrad.training.parts import fill, here, like, whole
+from evergrad.training.passes import Passes
 from evergrad.training.ranks import Ranks, RanksLost, on_all_ranks, start_ranks
 from evergrad.training.reading import Columns, in_order, read_off
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
@@ -95,6 +96,7 @@ class Trainer:
         self._memory = Memory(config.micro_batch_tokens)
         if config.memory_gib is not None:
             self._memory = BudgetedMemory(config, self._model, self._score, list(self._parameters.values()))
+        self._passes = Passes(self._model, self._weights, self._score, self._memory, self._device)
         self._optimizer = self._fresh_optimizer()
         self._critic = self._fresh_critic()
 
@@ -162,7 +164,7 @@ class Trainer:
         trained = self._trained(batch, rule)  # the whole batch, before the first update changes anything
         if not rule.needs_proximal or any(sample.proximal_logprobs is not None for sample in batch.samples):
             return list(parts)
-        scored = self._read_off(trained, lambda forest: [self._score(forest).logprobs])
+        scored = self._read_off(trained, self._passes.logprobs)
         return [with_proximal(part, {key: row for key, (row,) in scored.items()}) for part in parts]
 
     @on_all_ranks
@@ -182,7 +184,8 @@ class Trainer:
 
         Raises:
             TrainerError: a trained position is a sample's first, has a log-probability or advantage that the loss reads and
-                that is not finite, or a token that the model does not know; more masked positions than ``num_valid_tokens``;
+                that is not finite, or a token that the model does not know; a sample is longer than its context; more masked
+                positions than ``num_valid_tokens``;
                 a preference pair that is none; a reference that nobody has; a sample that no budget of memory has room for.
                 Named by sample and position; nothing changed.
         """
@@ -192,9 +195,9 @@ class Trainer:
         share = self._ranks.share(trained, self._memory.nodes_at_once(trained), keep=kept_together(rule))
         meter = Meter(batch, rule)
         for forest in share.forests:
-            self._backward(forest, rule, totals, meter)
+            self._passes.backward(forest, rule, totals, meter, self._critic)
         for forest in share.idle:
-            self._pass_idly(forest, rule)
+            self._passes.idle(forest, rule)
         return meter.metrics(self._ranks.everyones(meter.sums))
 
     def _trained(self, batch: TrainingBatch, rule: Loss) -> list[TrainedTokens]:
@@ -204,53 +207,6 @@ class Trainer:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
         self._memory.nodes_at_once(trained)  # also before the first of several updates: what cannot fit changes nothing
         return trained
-
-    def _backward(self, forest: Forest, rule: Loss, totals: Totals, meter: Meter) -> None:
-        reference = self._reference(forest) if rule.needs_reference else None
-        with self._memory.computing(forest):
-            logprobs, entropies, states = self._score(forest, entropies=rule.needs_entropy)
-
-        def column(field: str) -> Tensor:
-            return torch.from_numpy(forest.column(field)).to(logprobs)
-
-        has_proximal = rule.needs_proximal and forest.items[0].sample.proximal_logprobs is not None
-        tokens = TokenTensors(
-            logprobs=logprobs,
-            behaviour_logprobs=column("logprobs"),
-            advantages=column("advantages"),
-            rollout=torch.from_numpy(forest.rollout_of_token).to(self._device),
-            lengths=torch.from_numpy(forest.rollout_lengths).to(self._device),
-            group=torch.from_numpy(forest.group_of_rollout).to(self._device),
-            reference_logprobs=reference,
-            proximal_logprobs=column("proximal_logprobs") if has_proximal else None,
-            entropies=entropies,
-        )
-        loss = rule.total(tokens, totals)
-        loss.backward()  # type: ignore[no-untyped-call]
-        meter.add(loss, tokens, forest)
-        if self._critic is not None and forest.items[0].sample.returns is not None:
-            values = self._values(self._critic, forest, states)
-            self._critic.backward(values, column("values"), column("returns"), totals.tokens)
-
-    def _pass_idly(self, forest: Forest, rule: Loss) -> None:
-        """As many forward and backward passes as :meth:`_backward` makes, with a gradient of zero."""
-        if rule.needs_reference:
-            self._reference(forest)
-        with self._memory.computing(forest):
-            logprobs = self._score(forest).logprobs
-        logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
-
-    def _values(self, critic: Critic, forest: Forest, states: Tensor) -> Tensor:
-        """[T]"""
-        return critic.values(states).index_select(0, torch.from_numpy(forest.row_of_token).to(self._device))
-
-    def _reference(self, forest: Forest) -> Tensor:
-        """Log-probabilities of the frozen reference, [T]: the samples' own, or computed here."""
-        if forest.items[0].sample.reference_logprobs is not None:
-            wide = torch.promote_types(self._model.dtype, torch.float32)
-            return torch.from_numpy(forest.column("reference_logprobs")).to(self._device, wide)
-        with self._weights.as_reference():
-            return self._score(forest).logprobs
 
     @on_all_ranks
     def score(self, samples: Sequence[TrainingSample], *, reference: bool = False) -> list[tuple[float, ...]]:
@@ -269,7 +225,7 @@ class Trainer:
         for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
         with computed:
-            scored = self._read_off(wanted, lambda forest: [self._score(forest).logprobs])
+            scored = self._read_off(wanted, self._passes.logprobs)
         return [row[0] for row in in_order(samples, scored, 1)]
 
     @on_all_ranks
@@ -286,12 +242,8 @@ class Trainer:
         wanted = scored_tokens(samples)
         for item in wanted:
             self._check_tokens(item.sample.token_ids, item.sample.rollout_id)
-
-        def both(forest: Forest) -> list[Tensor]:
-            scores = self._score(forest)
-            return [scores.logprobs, self._values(critic, forest, scores.states)]
-
-        rows = in_order(samples, self._read_off(wanted, both), 2)
+        found = self._read_off(wanted, lambda forest: self._passes.logprobs_and_values(forest, critic))
+        rows = in_order(samples, found, 2)
         return [row[0] for row in rows], [row[1] for row in rows]
 
     def _read_off(self, wanted: Sequence[TrainedTokens], columns: Columns) -> dict[int, list[tuple[float, ...]]]:
@@ -307,6 +259,7 @@ class Trainer:
         """
         settings = self.config.optimizer
         rate = settings.lr if lr is None else lr
+        self._ranks.complete_gradients()
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = self._ranks.norm(grads) if grads else 0.0
         finite = bool(np.isfinite(norm))
@@ -336,6 +289,13 @@ class Trainer:
         return sequence_logprobs(self._score, tuple(token_ids), temperature)
 
     def _check_tokens(self, token_ids: Sequence[int], rollout_id: str = "") -> None:
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and len(token_ids) > positions:
+            raise TrainerError(
+                f"a sample of {len(token_ids)} tokens, and the model has {positions} positions",
+                where=rollout_id or None,
+                hint="shorten it, or train a model of a longer context",
+            )
         size = self._model.get_input_embeddings().weight.shape[0]
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < size:

@@ -31,7 +31,7 @@ METHODS = {
     "ipo": Method("ipo", pairs=True),
     "simpo": Method("simpo", pairs=True),
 }
-_ELSEWHERE = "reinforcement learning and distillation learn in an environment: 'evergrad run' does them for now"
+_ELSEWHERE = "reinforcement learning and distillation learn in an environment: give the tables [environment] and [learn]"
 
 
 class OptimizerSettings(loop_config.OptimizerSettings):
@@ -106,7 +106,7 @@ class TrainConfig(Config):
     @classmethod
     def _not_a_loop(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and ("environment" in data or "learn" in data):
-            raise ValueError(f"this configures the loop: {_ELSEWHERE}; 'evergrad run --once' trains a single cycle of it")
+            raise ValueError(f"this is no training on a data file: {_ELSEWHERE}, and no [data]")
         return data
 
     @model_validator(mode="after")

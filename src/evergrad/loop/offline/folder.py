@@ -14,6 +14,8 @@ import secrets
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,13 +117,33 @@ class TrainFolder:
         names = [path.name for path in self._checkpoints.glob("step-*")] if self._checkpoints.is_dir() else []
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name)))
 
-    def save(self, trainer: Trainer, progress: Progress) -> None:
-        """Writes the checkpoint of ``progress.step``, whole or not at all."""
+    def begin_save(self, trainer: Trainer, progress: Progress, keep: Iterable[int]) -> Future[None]:
+        """Writes the checkpoint of ``progress.step``, whole or not at all, and then removes those of steps not in ``keep``.
+
+        Training may go on at once: several ranks write meanwhile, one has written by then. One at a time.
+
+        Raises:
+            TransferError: the disk refused, here or in the future; the checkpoints so far are untouched.
+        """
         from evergrad.transfer import whole_folder
 
-        with whole_folder(self._checkpoint(progress.step)) as partial:
-            trainer.save(partial / "trainer")
-            write_json(partial / "progress.json", dataclasses.asdict(progress))
+        kept, record = {progress.step, *keep}, dataclasses.asdict(progress)
+        with ExitStack() as opened:
+            partial = opened.enter_context(whole_folder(self._checkpoint(progress.step)))
+            written = trainer.begin_save(partial / "trainer")
+            closing = opened.pop_all()
+
+        def finish() -> None:
+            with closing:
+                written.result()
+                write_json(partial / "progress.json", record)
+            self._keep(kept)
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        try:
+            return executor.submit(finish)
+        finally:
+            executor.shutdown(wait=False)
 
     def load(self, trainer: Trainer) -> Progress:
         """Takes the trainer to the last checkpoint and says where that is; a new folder is at the beginning.
@@ -143,9 +165,9 @@ class TrainFolder:
             ) from error
         return progress
 
-    def keep(self, steps: Iterable[int]) -> None:
+    def _keep(self, steps: set[int]) -> None:
         """Removes every checkpoint but those of ``steps``; one that goes is gone at once, not bit by bit."""
-        for step in set(self.steps()) - set(steps):
+        for step in set(self.steps()) - steps:
             aside = self._checkpoints / f".removed-{secrets.token_hex(4)}"
             self._checkpoint(step).rename(aside)
             shutil.rmtree(aside, ignore_errors=True)

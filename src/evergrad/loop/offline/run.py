@@ -13,6 +13,7 @@ for bit on one CPU with one number of threads, as if it had not been.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from decimal import Decimal
 from itertools import takewhile
@@ -114,6 +115,7 @@ class _Run:
         self._skipped: list[bool] = []
         self._session = (time.monotonic(), self.progress.step)
         self._saved = (time.monotonic(), self.progress.step)
+        self._saving: Future[None] | None = None
         self._stop = Stop(lambda text: screen.note(text, style="yellow"))
         info = RunInfo(config.name, folder.path, config.model_dump(mode="json"), self.progress.step)
         self.sinks = SinkFan([Jsonl(), *(sink.build() for sink in config.sinks)], info, screen.note)
@@ -123,9 +125,12 @@ class _Run:
         try:
             self._announce()
             self._train()
+            self._settle()
             self._finish()
             done = True
         finally:
+            if self._saving is not None:
+                wait([self._saving])
             self.sinks.close(done)
 
     def _announce(self) -> None:
@@ -147,9 +152,12 @@ class _Run:
             self._measure()
         with self.screen.training(self.plan.steps, self.progress.step), self._stop.listening():
             while self.progress.step < self.plan.steps:
+                if self._saving is not None and self._saving.done():
+                    self._settle()  # a full disk is told at the next step, not at the next checkpoint
                 self._step()
                 if self._stop.asked:
                     self._save()
+                    self._settle()
                     raise KeyboardInterrupt
 
     def _step(self) -> None:
@@ -213,10 +221,17 @@ class _Run:
         settings, progress = self.config.checkpoint, self.progress
         if progress.step == self._saved[1]:
             return
+        self._settle()
         progress.wall_s = time.monotonic() - self._started
-        self.folder.save(self.trainer, progress)
-        self.folder.keep({progress.step, *progress.best(settings.keep_best), *settings.pinned})
+        keep = (*progress.best(settings.keep_best), *settings.pinned)
+        self._saving = self.folder.begin_save(self.trainer, progress, keep)
         self._saved = (time.monotonic(), progress.step)
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint that is being written, if one is; what became of it is raised here."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def _require_finite(self, skipped: bool) -> None:
         self._skipped.append(skipped)

@@ -46,8 +46,9 @@ class TrainScreen:
     def step(self, step: int, figures: Mapping[str, Any], left_s: float) -> None:
         """The figures of a step, counted from 1."""
         heldout = f"  held-out {figures['heldout_loss']:.4f}" if "heldout_loss" in figures else ""
+        accuracy = f"  {figures['pair_accuracy']:.0%} of pairs right" if "pair_accuracy" in figures else ""
         text = (
-            f"loss {figures['loss']:.4f}{heldout}  lr {figures['lr']:.2g}  {figures['tokens_per_s']:,.0f} tok/s  "
+            f"loss {figures['loss']:.4f}{heldout}{accuracy}  lr {figures['lr']:.2g}  {figures['tokens_per_s']:,.0f} tok/s  "
             f"{figures['memory_gib']:.2f} GiB"
         )
         if self._progress is not None and self._bar is not None:

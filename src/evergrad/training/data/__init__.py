@@ -18,6 +18,7 @@ from evergrad.training.data.encode import EncodedRow, Encoder
 from evergrad.training.data.files import Dataset, Examination, examine, load_dataset
 from evergrad.training.data.problems import DataError, Problem
 from evergrad.training.data.rows import FORMATS, Conversation, Pair, Row, Text, parse
+from evergrad.training.data.tokens import Tokens
 
 __all__ = [
     "FORMATS",
@@ -32,6 +33,7 @@ __all__ = [
     "Problem",
     "Row",
     "Text",
+    "Tokens",
     "examine",
     "load_dataset",
     "parse",

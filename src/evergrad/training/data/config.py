@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from evergrad.config import Config, found_path
 
-FormatName = Literal["auto", "chat", "prompt_completion", "text", "preference", "preference_openai"]
+FormatName = Literal["auto", "chat", "prompt_completion", "text", "tokens", "preference", "preference_openai"]
 
 
 class DataConfig(Config):

@@ -14,6 +14,7 @@ from typing import Any
 
 from evergrad.training.data.rows import Conversation, Pair, Row, Text
 from evergrad.training.data.template import ChatTemplate, RowRefused, Span
+from evergrad.training.data.tokens import Tokens
 from evergrad.types import TrainingSample
 
 
@@ -93,8 +94,10 @@ class Encoder:
         """The text of any ids, special tokens included."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _one(self, line: int, content: Conversation | Text) -> EncodedRow:
-        if isinstance(content, Text):
+    def _one(self, line: int, content: Conversation | Text | Tokens) -> EncodedRow:
+        if isinstance(content, Tokens):
+            ids, spans = self._as_they_are(content)
+        elif isinstance(content, Text):
             ids, spans = self._plain(content)
         else:
             text, character_spans = self._template.render(content)
@@ -104,6 +107,14 @@ class Encoder:
         if not spans:
             raise RowRefused("", "no token of it would be trained", "give it text to learn")
         return EncodedRow(line, array("i", ids), tuple(spans))
+
+    def _as_they_are(self, content: Tokens) -> tuple[list[int], list[Span]]:
+        size = len(self.tokenizer)
+        for place, token in enumerate(content.token_ids):
+            if token >= size:
+                fix = f"it has {size}: name the model whose tokenizer made the file"
+                raise RowRefused(f"input_ids[{place}]", "is no token of the model", fix, str(token))
+        return list(content.token_ids), content.spans
 
     def _plain(self, content: Text) -> tuple[list[int], list[Span]]:
         """Text as it is, between the tokenizer's own start token, if it has one, and its end of text."""

@@ -15,6 +15,7 @@ from evergrad.training.data.encode import EncodedRow, Encoder
 from evergrad.training.data.problems import SHOWN, DataError, Problem, shown
 from evergrad.training.data.rows import FORMATS, PREFERENCES, Conversation, Pair, Row, Text, detect, parse
 from evergrad.training.data.template import RowRefused
+from evergrad.training.data.tokens import Tokens
 from evergrad.types import InputError
 
 Overlong = Literal["refuse", "truncate_left", "truncate_right", "drop"]
@@ -33,7 +34,7 @@ class Examination:
     rows: int = 0
     """Lines that hold a row, sound or not."""
     unit: Literal["tokens", "characters"] = "characters"
-    """Of ``lengths`` and ``trained``: characters as long as no model was given."""
+    """Of ``lengths`` and ``trained``: characters as long as no model was given, but for rows of tokens."""
     lengths: list[int] = field(default_factory=list)
     """Of each sound row as it is trained; of a pair's longer answer, prompt included."""
     trained: list[int] = field(default_factory=list)
@@ -177,7 +178,8 @@ def _wrong_method(line: int, form: str, pairs: bool) -> Problem:
 
 def _measure(found: Examination, row: Row, encoder: Encoder | None, limit: int | None, overlong: Overlong) -> None:
     if encoder is None:
-        sizes = _characters(row.content)
+        found.unit = "tokens" if isinstance(row.content, Tokens) else "characters"
+        sizes = _sizes(row.content)
         found.lengths.append(max(size for size, _ in sizes))
         found.trained.append(sum(trained for _, trained in sizes))
         found.total += sum(size for size, _ in sizes)
@@ -225,10 +227,12 @@ def _cut(sequences: Sequences, limit: int, overlong: Overlong) -> Sequences:
     return tuple(cut)
 
 
-def _characters(content: Conversation | Text | Pair) -> list[tuple[int, int]]:
-    """Length and trained part of each sequence in characters of the file's own text."""
+def _sizes(content: Conversation | Text | Tokens | Pair) -> list[tuple[int, int]]:
+    """Length and trained part of each sequence in characters of the file's own text, or in the tokens that it has."""
     if isinstance(content, Pair):
-        return [*_characters(content.chosen), *_characters(content.rejected)]
+        return [*_sizes(content.chosen), *_sizes(content.rejected)]
+    if isinstance(content, Tokens):
+        return [(len(content.token_ids), sum(content.trained))]
     if isinstance(content, Text):
         return [(len(content.prompt) + len(content.completion), len(content.completion))]
     sizes = [len(str(message.get("content", ""))) for message in content.messages]

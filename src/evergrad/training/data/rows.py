@@ -14,6 +14,7 @@ from typing import Any
 
 from evergrad.config import nearest
 from evergrad.training.data.problems import Problem, shown
+from evergrad.training.data.tokens import Tokens, read_tokens
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_KEYS = ("role", "content", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")
@@ -64,7 +65,7 @@ class Row:
     """One line of a data file."""
 
     line: int
-    content: Conversation | Text | Pair
+    content: Conversation | Text | Tokens | Pair
 
 
 class _Finder:
@@ -120,7 +121,7 @@ class Format:
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    read: Callable[[_Finder, Mapping[str, Any]], Conversation | Text | Pair | None]
+    read: Callable[[_Finder, Mapping[str, Any]], Conversation | Text | Tokens | Pair | None]
 
 
 def _read_chat(finder: _Finder, data: Mapping[str, Any]) -> Conversation | None:
@@ -176,6 +177,7 @@ FORMATS: dict[str, Format] = {
     "chat": Format(("messages",), ("tools", "parallel_tool_calls"), _read_chat),
     "prompt_completion": Format(("prompt", "completion"), ("tools",), _read_prompt_completion),
     "text": Format(("text",), (), _read_text),
+    "tokens": Format(("input_ids",), ("labels", "attention_mask", "position_ids"), read_tokens),
     "preference": Format(("prompt", "chosen", "rejected"), ("tools",), _read_preference),
     "preference_openai": Format(("input", "preferred_output", "non_preferred_output"), (), _read_preference_openai),
 }
