@@ -279,12 +279,12 @@ def test_the_order_of_arrival_changes_nothing_not_even_the_work(
     outcomes = []
     for seed in range(4):
         engine, shuffler = make_engine(draft_tokens=6, draft_batch_tokens=256), random.Random(seed)
-        computed: list[list[int]] = []
+        computed: list[list[list[int]]] = []
         forward = engine.model.forward
 
-        def note(token_ids: list[int], *rest: Any, forward: Any = forward, computed: Any = computed) -> torch.Tensor:
-            computed.append(token_ids)
-            return forward(token_ids, *rest)
+        def note(chunks: Any, *rest: Any, forward: Any = forward, computed: Any = computed) -> torch.Tensor:
+            computed.append([chunk.token_ids for chunk in chunks])
+            return forward(chunks, *rest)
 
         monkeypatch.setattr(engine.model, "forward", note)
         for name in names:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from evergrad.inference._blocks import BlockPool, OutOfBlocks
-from evergrad.inference._chat import TextStream
 from evergrad.inference._drafts import Drafter, Guess, Lookup, share_out
 from evergrad.inference._lockstep import Lockstep
 from evergrad.inference._rows import Distribution, Sample
 from evergrad.inference._sampling import Draws
+from evergrad.inference._text import TextStream
 from evergrad.types import Sampling
 
 

@@ -11,61 +11,32 @@ Between two steps weights may change (:meth:`Engine.commit`): rows go on, their 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
-from evergrad.inference._attention import chunks_positions, plan_step
+from evergrad.config import nearest
+from evergrad.inference._adapters import Adapter
 from evergrad.inference._blocks import BlockPool
 from evergrad.inference._drafts import CONTEXT, Drafter
+from evergrad.inference._fallback import LOSSES, FallbackModel
+from evergrad.inference._grammar import Grammars, Matcher
 from evergrad.inference._model import Model
+from evergrad.inference._requests import Event, Request, RequestError, closing, progress
 from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
 from evergrad.inference._schedule import Chunk, Scheduler
+from evergrad.inference._text import TextStream, TokenText
 from evergrad.inference.config import EngineConfig, EngineError
-from evergrad.types import FinishReason, PolicySpan, Sampling
+from evergrad.transfer import TransferError
+from evergrad.transfer.adapters import adapter_parts
+from evergrad.types import FinishReason, Sampling
 
+__all__ = ["Engine", "Event", "Request", "RequestError"]
 
-class RequestError(EngineError):
-    """A request that can never be served as it is."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """``n`` completions of one prompt.
-
-    Completion 0 draws by ``sampling.seed`` itself, the others by seeds derived from it, so that they differ.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    sampling: Sampling
-    session_id: str | None = None
-    n: int = 1
-    drawn: int = 0
-    """How many of the last ``token_ids`` an earlier try at this request drew. With a seed, the same tokens follow as would
-    have followed there."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a step, or an abort, did to one completion."""
-
-    request_id: str
-    index: int
-    token_id: int | None
-    """None only when a completion ends without a further token: aborted or failed."""
-    logprob: float = 0.0
-    policy_version: int = 0
-    """Of the weights that drew the token."""
-    finish_reason: FinishReason | None = None
-    policy_spans: tuple[PolicySpan, ...] = ()
-    """Of the whole completion; only on its last event."""
-    cached_tokens: int = 0
-    """Prompt tokens that were not computed for it; only on its last event."""
-    error: str | None = None
-    """Why it failed: the model gave no usable distribution."""
+_PROVED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+"""Architectures of which the tests hold every way of computing them against transformers; others must prove themselves."""
 
 
 class Engine:
@@ -76,30 +47,62 @@ class Engine:
     >>> events = [event for _ in range(4) for event in engine.step()]  # doctest: +SKIP
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, model: Model | None = None) -> None:
         """
+        Args:
+            model: The loaded model; None loads the configuration's.
+
         Raises:
             EngineError: the folder holds no model that can be served, or the device cannot be used.
         """
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.model = Model(config)
         self.policy_version = config.policy_version
-        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size)
-        self._drafter = Drafter(config.draft_tokens)
-        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, self.model.max_len)
+        self.text = TokenText(Path(config.model))
+        self.adapters: dict[str, Adapter] = {}
+        self.notice: str | None = None
+        """What is lost with this model, compared to those that the engine computes itself."""
         self._owners: dict[str, dict[int, Row]] = {}
         self._arrivals = 0
         self._session_requests: dict[str, int] = {}
         self._staged: dict[str, torch.Tensor] | None = None
         self.num_steps = self.num_drawn = self.num_computed = 0
         self.num_drafted = self.num_accepted = 0
-        self._prove_itself()
+        if model is not None:
+            self._set_up(model)
+        else:
+            self._load()
+        self._grammars = Grammars(self.text, self.model.vocab_size, self.model.eos_token_ids)
+
+    def _load(self) -> None:
+        try:
+            self._set_up(Model(self.config))
+            self._prove_itself()
+        except Exception as error:
+            architecture = _architecture(self.config)
+            if architecture is None or architecture in _PROVED:
+                raise
+            self._set_up(FallbackModel(self.config))
+            self._prove_itself()
+            self.notice = f"a '{architecture}' is computed by transformers ({error}): {LOSSES}"
+
+    def _set_up(self, model: Model) -> None:
+        config = self.config
+        self.model = model
+        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size, reuse=model.reuses_blocks)
+        self._drafter = Drafter(config.draft_tokens if model.reuses_blocks else 0)
+        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, model.max_len)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        """Whether a step would do anything."""
+        return self._scheduler.has_work
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is left of what had begun; with :meth:`hold`, nothing runs any more."""
+        return not self._scheduler.running and not any(row.started for row in self._scheduler.waiting)
 
     @property
     def num_running(self) -> int:
@@ -116,6 +119,11 @@ class Engine:
         return self._scheduler.num_preemptions
 
     @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed, over all samples."""
+        return self._scheduler.num_cached
+
+    @property
     def kv_usage(self) -> float:
         """Share of the cache's blocks that rows hold; the others are free, or kept for reuse alone."""
         return 1.0 - self._pool.available / self._pool.num_blocks
@@ -127,6 +135,8 @@ class Engine:
             RequestError: an empty or over-long prompt, a token outside of the vocabulary, or an id that is in use.
         """
         self._check(request)
+        adapter = self._adapter(request.adapter)
+        matcher = self._matcher(request)
         self._arrivals += 1
         session = request.session_id
         group = (1, "", self._arrivals)
@@ -137,19 +147,18 @@ class Engine:
         seed = request.sampling.seed
         if seed is None:
             seed = _derived_seed(self.config.seed, *group)
-        samples = [
-            Sample(
-                request.request_id,
-                index,
-                request.sampling,
-                seed if index == 0 else _derived_seed(seed, index),
-                (*group, index),
-                request.drawn,
-            )
-            for index in range(request.n)
-        ]
-        row = self._scheduler.enqueue(request.token_ids, Distribution.of(request.sampling), samples, samples[0].order)
+        samples = [self._sample(request, index, seed, group) for index in range(request.n)]
+        distribution = Distribution.of(request.sampling, (request.grammar, request.drawn) if request.grammar else None)
+        row = self._scheduler.enqueue(request.token_ids, distribution, samples, samples[0].order, adapter)
+        row.matcher = row.matcher or matcher
         self._owners[request.request_id] = dict.fromkeys(range(request.n), row)
+
+    def hold(self) -> None:
+        """From here on nothing begins; what has begun goes on. Undone by :meth:`admit`."""
+        self._scheduler.admits_new = False
+
+    def admit(self) -> None:
+        self._scheduler.admits_new = True
 
     def abort(self, request_id: str) -> list[Event]:
         """Ends what is left of a request; what it has drawn so far stays valid. Unknown ids are ignored."""
@@ -157,16 +166,20 @@ class Engine:
         for index, row in list(self._owners.get(request_id, {}).items()):
             sample = next(one for one in row.samples if one.request_id == request_id and one.index == index)
             sample.finish_reason = FinishReason.ABORT
-            events.append(_closing(sample))
+            events.append(closing(sample))
             self._leave(row, sample)
         return events
+
+    def abort_all(self) -> list[Event]:
+        """Ends everything that waits or runs."""
+        return [event for request_id in list(self._owners) for event in self.abort(request_id)]
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Computes one batch and draws the next token of every sample whose row is computed to its end."""
         chunks = self._scheduler.next_step()
         if not chunks:
-            if self._scheduler.waiting:
+            if self._scheduler.has_work:
                 raise EngineError("requests wait, and none can be started")
             return []
         drawing = [chunk for chunk in chunks if chunk.draws]
@@ -178,7 +191,7 @@ class Engine:
         return self._draw(drawing, logits) if drawing else []
 
     @torch.inference_mode()
-    def logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
+    def logprobs(self, token_ids: tuple[int, ...], adapter: str | None = None) -> list[float]:
         """Log-probability of each token but the first, given those before it, at temperature 1.
 
         Goes the way of a request (paged cache, live weights), but finds and leaves nothing in the prefix cache.
@@ -188,7 +201,7 @@ class Engine:
         """
         self._check(Request("", token_ids, Sampling()), prompt_only=True)
         size = self.config.block_size
-        row = Row(list(token_ids), len(token_ids), Distribution(1.0, 1.0, 0), [], (0, "", 0, 0))
+        row = Row(list(token_ids), len(token_ids), Distribution(1.0, 1.0, 0), [], (0, "", 0, 0), self._adapter(adapter))
         num_blocks = -(-len(token_ids) // size)
         self._scheduler.make_room(num_blocks)
         row.add_blocks([self._pool.take() for _ in range(num_blocks)], size)
@@ -238,6 +251,31 @@ class Engine:
         # Guesses too: not a bit of what follows depends on what was asked under the old weights.
         self.reset_prefix_cache()
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Reads an adapter in PEFT layout and serves it under ``name``, in place of one that had it: requests of that one go on
+        with it. May run in another thread while steps go on.
+
+        Raises:
+            EngineError, TransferError: a damaged file, or an adapter that does not fit the base. What was served stays.
+        """
+        parts = adapter_parts(self.model.base, folder, self.config.model)
+        try:
+            adapter = self.model.adopt(name, parts)
+        except EngineError as error:
+            raise TransferError(error.what, where=str(folder), hint=error.hint) from error
+        self.adapters[name] = adapter
+
+    def drop_adapter(self, name: str) -> None:
+        """Serves it no more; requests that have it go on with it.
+
+        Raises:
+            EngineError: there is none of that name.
+        """
+        adapter = self._adapter(name)
+        assert adapter is not None
+        del self.adapters[name]
+        self._pool.forget_adapter(adapter.serial)
+
     def reset_prefix_cache(self) -> None:
         """Forgets what was computed and guessed; without running rows, the engine is then as it was at its start."""
         self._scheduler.forget_prefixes()
@@ -283,24 +321,54 @@ class Engine:
         if request.request_id in self._owners:
             raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
 
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if name not in self.adapters:
+            raise RequestError(f"there is no adapter '{name}'", where="adapter", hint=nearest(name, self.adapters))
+        return self.adapters[name]
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.grammar is None:
+            return None
+        try:
+            matcher = self._grammars.start(request.grammar)
+        except EngineError as error:
+            raise RequestError(error.what, where=error.where, hint=error.hint) from error
+        matcher.advance(request.token_ids[len(request.token_ids) - request.drawn :])
+        if matcher.error is not None:
+            raise RequestError(f"what was drawn before does not follow the grammar: {matcher.error}", where="drawn")
+        return matcher
+
+    def _sample(self, request: Request, index: int, seed: int, group: tuple[int, str, int]) -> Sample:
+        own_seed = seed if index == 0 else _derived_seed(seed, index)
+        sample = Sample(request.request_id, index, request.sampling, own_seed, (*group, index), request.drawn)
+        if request.sampling.stop:
+            sample.text = TextStream(self.text, request.sampling.stop)
+            for token in request.token_ids[len(request.token_ids) - request.drawn :]:
+                sample.text.add(token)
+        return sample
+
     def _forward(self, chunks: list[Chunk], every_token: bool = False) -> torch.Tensor:
-        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         if every_token:
-            wanted = list(range(len(token_ids)))
+            wanted = list(range(num_tokens))
         else:
             wanted, at = [], 0
             for chunk in chunks:
                 at += chunk.stop - chunk.start
                 if chunk.draws:
                     wanted.extend(range(at - 1 - len(chunk.draft), at))
-        plan = plan_step(chunks, self.model.device, self.model.has_windows)
-        self.num_computed += len(token_ids)
-        return self.model.forward(token_ids, chunks_positions(chunks), wanted, plan)
+        self.num_computed += num_tokens
+        return self.model.forward(chunks, wanted)
 
     def _draw(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
         """Draws for every sample at every position of its row's draft, then keeps what it would have drawn step by step."""
         positions = [(chunk, ahead) for chunk in chunks for ahead in range(len(chunk.draft) + 1)]
-        draws = Draws(logits, [chunk.row.distribution for chunk, _ in positions])
+        allowed = {
+            place: chunk.row.matcher.allowed() for place, (chunk, _) in enumerate(positions) if chunk.row.matcher is not None
+        }
+        draws = Draws(logits, [chunk.row.distribution for chunk, _ in positions], allowed)
         unusable = {chunk for place, (chunk, _) in enumerate(positions) if not draws.usable[place]}
         places = [place for place, (chunk, _) in enumerate(positions) if chunk not in unusable]
         asks = [(place, sample) for place in places for sample in positions[place][0].row.samples]
@@ -317,22 +385,27 @@ class Engine:
 
     def _fail(self, row: Row) -> list[Event]:
         events: list[Event] = []
+        reason = None if row.matcher is None else row.matcher.error
         for sample in list(row.samples):
             sample.finish_reason = FinishReason.ABORT
-            events.append(_closing(sample, error="the model gave values that are not finite"))
+            events.append(closing(sample, error=reason or "the model gave values that are not finite"))
             self._leave(row, sample)
         return events
 
     def _take(self, chunk: Chunk, drawn: Mapping[int, Sequence[tuple[int, float]]]) -> list[Event]:
         """Gives each sample of a row what it drew, up to where it leaves the draft; parts those that left it differently."""
         row, events = chunk.row, list[Event]()
+        after = _advanced(row.matcher, (drawn[id(sample)][0][0] for sample in row.samples))
         parted: dict[tuple[int, ...], list[Sample]] = {}
         for sample in row.samples:
             taken: tuple[int, ...] = ()
             for token, logprob in drawn[id(sample)]:
                 room = self.model.max_len - len(row.tokens) - len(taken) - 1
                 sample.add(token, logprob, self.policy_version, room)
-                events.append(_progress(sample))
+                if after and after[token].ended and sample.finish_reason is None:
+                    # Too costly to follow is the other way for a grammar to end.
+                    sample.finish_reason = FinishReason.ABORT if after[token].error else FinishReason.STOP
+                events.append(progress(sample))
                 taken = (*taken, token)
                 if sample.finish_reason is not None or taken != chunk.draft[: len(taken)]:
                     break
@@ -340,10 +413,12 @@ class Engine:
             if chunk.guess is not None:
                 self._drafter.outcome(chunk.guess, taken[0] == chunk.guess.tokens[0])
             parted.setdefault(taken, []).append(sample)
-        self._part(row, chunk, parted)
+        self._part(row, chunk, parted, after)
         return events
 
-    def _part(self, row: Row, chunk: Chunk, parted: Mapping[tuple[int, ...], list[Sample]]) -> None:
+    def _part(
+        self, row: Row, chunk: Chunk, parted: Mapping[tuple[int, ...], list[Sample]], after: Mapping[int, Matcher]
+    ) -> None:
         """Splits a row by the tokens its samples took: those that took most keep it, each other group gets a copy."""
         base = chunk.end
         going = {taken: [one for one in samples if one.finish_reason is None] for taken, samples in parted.items()}
@@ -354,6 +429,8 @@ class Engine:
             if samples and taken != kept:
                 child = self._scheduler.fork(row, taken, base + len(taken) - 1)
                 child.samples = samples
+                child.matcher = after.get(taken[0])
+                self.model.fork(row, child)
                 for sample in samples:
                     self._owners[sample.request_id][sample.index] = child
                     row.samples.remove(sample)
@@ -364,6 +441,7 @@ class Engine:
             self._drafter.learn([*row.tokens[-CONTEXT:], *taken], min(base, CONTEXT))
         row.extend(kept)
         row.num_computed = base + len(kept) - 1
+        row.matcher = after.get(kept[0])
         for sample in [one for one in row.samples if one.finish_reason is not None]:
             self._leave(row, sample)
 
@@ -378,7 +456,7 @@ class Engine:
 
     def _copy_block(self, source: int, target: int, count: int) -> None:
         size = self.config.block_size
-        self.model.cache.copy_tokens(source * size, target * size, count)
+        self.model.copy_tokens(source * size, target * size, count)
 
 
 def _derived_seed(seed: int, *path: object) -> int:
@@ -386,21 +464,23 @@ def _derived_seed(seed: int, *path: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def _progress(sample: Sample) -> Event:
-    token_id, logprob, version = sample.token_ids[-1], sample.logprobs[-1], sample.spans[-1].policy_version
-    if sample.finish_reason is None:
-        return Event(sample.request_id, sample.index, token_id, logprob, version)
-    spans = tuple(sample.spans)
-    return Event(sample.request_id, sample.index, token_id, logprob, version, sample.finish_reason, spans, sample.cached_tokens)
+def _advanced(matcher: Matcher | None, token_ids: Iterable[int]) -> dict[int, Matcher]:
+    """Where a row's grammar is after each of the tokens; empty without one."""
+    if matcher is None:
+        return {}
+    first, *others = dict.fromkeys(token_ids)
+    after = {token: matcher.copy() for token in others}
+    after[first] = matcher
+    for token, each in after.items():
+        each.advance([token])
+    return after
 
 
-def _closing(sample: Sample, error: str | None = None) -> Event:
-    return Event(
-        sample.request_id,
-        sample.index,
-        None,
-        finish_reason=sample.finish_reason,
-        policy_spans=tuple(sample.spans),
-        cached_tokens=sample.cached_tokens,
-        error=error,
-    )
+def _architecture(config: EngineConfig) -> str | None:
+    """The model's, or None where that cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        return str(AutoConfig.from_pretrained(config.model).model_type)
+    except Exception:
+        return None
