@@ -353,48 +353,6 @@ def test_random_load_keeps_every_promise(make_engine: MakeEngine, reference: Lla
     assert engine._pool.available == 160 // 4
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["qwen2", "qwen3", "mistral-window", "gemma2", "llama-untied-bias"],
-)
-def test_other_families(tmp_path: Path, kind: str) -> None:
-    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    config = {
-        "qwen2": lambda: Qwen2Config(**shape),
-        "qwen3": lambda: Qwen3Config(**shape),
-        "mistral-window": lambda: MistralConfig(**shape, sliding_window=12),
-        "gemma2": lambda: Gemma2Config(**shape, sliding_window=12, query_pre_attn_scalar=16),
-        "llama-untied-bias": lambda: LlamaConfig(**shape, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    }[kind]()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = load_reference(tmp_path)
-    model.set_attn_implementation("eager")
-    engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_tokens=2048, block_size=8, max_batch_tokens=24))
-    prompt = prompt_of(50)
-    for done in ask(engine, prompt, Sampling(temperature=0.8, max_tokens=20, seed=1), n=3):
-        assert worst_error(model, prompt, done, 0.8) < TOLERANCE
-    longer = (*prompt[:40], 7, 8, 9)
-    (done,) = ask(engine, longer, Sampling(max_tokens=5, seed=1))
-    assert done.cached_tokens == 40
-    assert worst_error(model, longer, done) < TOLERANCE
-
-
 def test_a_folder_without_a_model_says_so(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no model here"):
         Engine(EngineConfig(model=str(tmp_path)))

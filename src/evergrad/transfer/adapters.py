@@ -167,9 +167,15 @@ def merged_tensors(
     All is checked before the first tensor is yielded.
 
     Raises:
-        TransferError: as :func:`adapter_parts`.
+        TransferError: as :func:`adapter_parts`, or a module whose weight another one uses, too.
     """
     parts = adapter_parts(base, adapter, base_model)
+    for module in parts:
+        weight = base[f"{module}.weight"]
+        twin = next((name for name, each in base.items() if each is weight and name != f"{module}.weight"), None)
+        if twin is not None:
+            what = f"the adapter changes '{module}', whose weight is also '{twin}': merged, it would change both"
+            raise TransferError(what, hint="load it beside the base: POST /admin/adapters/load")
 
     def generate() -> Iterator[tuple[str, torch.Tensor]]:
         for module, part in parts.items():
