@@ -22,7 +22,6 @@ from tests.inference.conftest import (
     ask,
     finish,
     gather,
-    load_reference,
     make_model,
     prompt_of,
     reference_logprobs,

@@ -67,7 +67,9 @@ def reference_of(folder: Path) -> Any:
     return model
 
 
-def make_adapter(base: Path, folder: Path, seed: int, targets: tuple[str, ...] = ("q_proj", "down_proj"), **changes: Any) -> Path:
+def make_adapter(
+    base: Path, folder: Path, seed: int, targets: tuple[str, ...] = ("q_proj", "down_proj"), **changes: Any
+) -> Path:
     settings = {"r": 4, "lora_alpha": 16, "target_modules": list(targets), "task_type": "CAUSAL_LM", **changes}
     torch.manual_seed(seed)
     tuned = get_peft_model(reference_of(base), LoraConfig(**settings))

@@ -22,9 +22,7 @@ HEAD = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
     "{% for call in message.tool_calls or [] %}"
 )
-TAIL = (
-    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TAIL = "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALLS = {
     "hermes": "<tool_call>\n{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>",
     "json": "{{ {'name': call.function.name, 'parameters': call.function.arguments} | tojson }}",
