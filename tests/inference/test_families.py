@@ -1,4 +1,4 @@
-"""Every family against transformers: prefill, decode, cache hits, preemption, adapters in one batch, and a change of weights."""
+"""Every family against transformers: prefill, decode, cache hits, preemption, adapters in one batch, a change of weights."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from evergrad.inference import EngineConfig
 from evergrad.inference._adapters import Adapter
+from evergrad.inference._requests import derived_seed
 from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
 from evergrad.inference._schedule import Chunk
-from evergrad.inference.engine import Engine, Event, Request, _derived_seed
+from evergrad.inference.engine import Engine, Event, Request
 from evergrad.types import FinishReason, Sampling
 from tests.inference.conftest import Results, gather
 
@@ -91,7 +92,7 @@ def drawn_alone(request: Request, index: int, adapter: bool) -> list[int]:
     """What one completion draws, one token after another, when nothing else is going on."""
     seed = request.sampling.seed
     assert seed is not None
-    own = seed if index == 0 else _derived_seed(seed, index)
+    own = seed if index == 0 else derived_seed(seed, index)
     sample = Sample(request.request_id, index, request.sampling, own, (1, "", 0, index))
     tokens = request.token_ids
     while sample.finish_reason is None:

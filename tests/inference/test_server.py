@@ -25,7 +25,8 @@ import uvicorn
 
 from evergrad.inference import EngineClient, EngineConfig, EngineError
 from evergrad.inference._chat import ChatFormat
-from evergrad.inference._wire import ChatBody, parse_body
+from evergrad.inference._openai_wire import ChatBody
+from evergrad.inference._wire import parse_body
 from evergrad.transfer import SlotPublisher, load_tensors, save_tensors
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling
 from tests.inference.conftest import load_reference, make_model, prompt_of, reference_logprobs

@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from evergrad.inference._chat import ChatFormat
+from evergrad.inference._openai_wire import ChatBody
 from evergrad.inference._tools import Call, CallFormat
-from evergrad.inference._wire import ChatBody, parse_body
+from evergrad.inference._wire import parse_body
 from tests.inference.conftest import make_model
 from tests.inference.test_server import Server, serving
 

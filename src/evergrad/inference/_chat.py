@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.config import ConfigError
+from evergrad.inference._openai_wire import ChatBody, ChatMessage
 from evergrad.inference._text import TokenText
 from evergrad.inference._tools import CallFormat, find_format
-from evergrad.inference._wire import ChatBody, ChatMessage
 from evergrad.inference.config import EngineError
 
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")

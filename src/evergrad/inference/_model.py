@@ -105,6 +105,22 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    @torch.inference_mode()
+    def score(self, row: Row, step: int) -> list[float]:
+        """Log-probability of each of the row's tokens but the first, at temperature 1; its blocks have room for them all.
+
+        Args:
+            step: Tokens that are computed at once.
+        """
+        found: list[float] = []
+        for start in range(0, len(row.tokens), step):
+            chunk = Chunk(row, start, min(len(row.tokens), start + step))
+            logits = self.forward([chunk], list(range(chunk.end - start)))
+            targets = torch.tensor(row.tokens[start + 1 : chunk.end + 1], dtype=torch.long, device=logits.device)
+            logprobs = torch.log_softmax(logits[: len(targets)].float(), dim=-1)
+            found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        return found
+
     def copy_tokens(self, source: int, target: int, count: int) -> None:
         """Copies what is kept of ``count`` consecutive tokens from one place of the cache to another."""
         self.cache.copy_tokens(source, target, count)

@@ -12,9 +12,9 @@ from typing import Any
 from evergrad.inference._chat import ChatFormat
 from evergrad.inference._generated import Answer, usage
 from evergrad.inference._http import sse
+from evergrad.inference._openai_wire import ChatBody, CompletionBody
 from evergrad.inference._text import TextStream, TokenText
 from evergrad.inference._tools import CallFormat
-from evergrad.inference._wire import ChatBody, CompletionBody
 from evergrad.inference.engine import Event
 
 
@@ -59,13 +59,13 @@ class _Spoken:
 class ChatReply:
     """One chat completion request."""
 
-    def __init__(self, chat: ChatFormat, body: ChatBody, num_prompt_tokens: int, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, chat: ChatFormat, body: ChatBody, num_prompt_tokens: int) -> None:
         self._text, self._body, self._num_prompt_tokens = chat.text, body, num_prompt_tokens
         self._calls: CallFormat | None = chat.calls if body.offers_tools else None
         self._names = [tool.function.name for tool in body.tools]
         self._id, self._created = new_id("chatcmpl"), int(time.time())
-        stops = (body.stop,) if isinstance(body.stop, str) else body.stop
-        self._spoken = _Spoken(chat.text, body.n, [stop for stop in stops if stop], stop_token_ids)
+        stop_token_ids = (*body.stop_token_ids, *chat.stop_token_ids)
+        self._spoken = _Spoken(chat.text, body.n, body.stop_texts(), stop_token_ids)
 
     async def collect(self, events: AsyncGenerator[Event, None]) -> dict[str, Any]:
         parts: list[list[str]] = [[] for _ in range(self._body.n)]
@@ -178,8 +178,7 @@ class TextReply:
     ) -> None:
         self._text, self._body, self._echo, self._first_index = text, body, echo, first_index
         self._num_prompt_tokens = num_prompt_tokens
-        stops = (body.stop,) if isinstance(body.stop, str) else body.stop
-        self._spoken = _Spoken(text, body.n, [stop for stop in stops if stop], stop_token_ids)
+        self._spoken = _Spoken(text, body.n, body.stop_texts(), stop_token_ids)
 
     async def collect(self, events: AsyncGenerator[Event, None] | None) -> list[dict[str, Any]]:
         """The choices; without events, the prompt's alone."""

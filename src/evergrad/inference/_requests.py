@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from evergrad.inference._model import Model
 from evergrad.inference._rows import Sample
+from evergrad.inference._text import TextStream, TokenText
 from evergrad.inference.config import EngineError
 from evergrad.types import FinishReason, PolicySpan, Sampling
 
@@ -74,3 +78,51 @@ def closing(sample: Sample, error: str | None = None) -> Event:
         cached_tokens=sample.cached_tokens,
         error=error,
     )
+
+
+def check_request(request: Request, model: Model) -> None:
+    """
+    Raises:
+        RequestError: it can never be served.
+    """
+    check_tokens(request.token_ids, model, room=1)
+    if not 0 <= request.drawn <= len(request.token_ids):
+        what = f"{request.drawn} of the prompt's {len(request.token_ids)} tokens cannot have been drawn before"
+        raise RequestError(what, where="drawn")
+
+
+def check_tokens(token_ids: Sequence[int], model: Model, room: int) -> None:
+    """
+    Args:
+        room: Tokens that the context must hold besides.
+
+    Raises:
+        RequestError: no tokens, too many, or one outside of the vocabulary.
+    """
+    count, limit = len(token_ids), model.max_len
+    if not count:
+        raise RequestError("the prompt is empty", where="token_ids")
+    if count + room > limit:
+        raise RequestError(
+            f"the prompt has {count} tokens, and prompt and completion may have {limit} together", where="token_ids"
+        )
+    odd = next((one for one in token_ids if not 0 <= one < model.vocab_size), None)
+    if odd is not None:
+        raise RequestError(f"token {odd} is outside of the vocabulary of {model.vocab_size}", where="token_ids")
+
+
+def sample_of(request: Request, index: int, seed: int, group: tuple[int, str, int], text: TokenText) -> Sample:
+    """One completion of a request. What an earlier try drew counts for its stop texts, too."""
+    own_seed = seed if index == 0 else derived_seed(seed, index)
+    sample = Sample(request.request_id, index, request.sampling, own_seed, (*group, index), request.drawn)
+    if request.sampling.stop:
+        sample.text = TextStream(text, request.sampling.stop)
+        for token in request.token_ids[len(request.token_ids) - request.drawn :]:
+            sample.text.add(token)
+    return sample
+
+
+def derived_seed(seed: int, *path: object) -> int:
+    """A seed of its own for each path."""
+    text = ":".join(map(str, (seed, *path))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")

@@ -10,7 +10,6 @@ Between two steps weights may change (:meth:`Engine.commit`): rows go on, their 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,23 +19,30 @@ from evergrad.config import nearest
 from evergrad.inference._adapters import Adapter
 from evergrad.inference._blocks import BlockPool
 from evergrad.inference._drafts import CONTEXT, Drafter
-from evergrad.inference._fallback import LOSSES, FallbackModel
 from evergrad.inference._grammar import Grammars, Matcher
+from evergrad.inference._loading import load_model
 from evergrad.inference._model import Model
-from evergrad.inference._requests import Event, Request, RequestError, closing, progress
+from evergrad.inference._requests import (
+    Event,
+    Request,
+    RequestError,
+    check_request,
+    check_tokens,
+    closing,
+    derived_seed,
+    progress,
+    sample_of,
+)
 from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
 from evergrad.inference._schedule import Chunk, Scheduler
-from evergrad.inference._text import TextStream, TokenText
+from evergrad.inference._text import TokenText
 from evergrad.inference.config import EngineConfig, EngineError
 from evergrad.transfer import TransferError
 from evergrad.transfer.adapters import adapter_parts
-from evergrad.types import FinishReason, Sampling
+from evergrad.types import FinishReason
 
 __all__ = ["Engine", "Event", "Request", "RequestError"]
-
-_PROVED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-"""Architectures of which the tests hold every way of computing them against transformers; others must prove themselves."""
 
 
 class Engine:
@@ -58,41 +64,21 @@ class Engine:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        self.model, self.notice = load_model(config) if model is None else (model, None)
+        """``notice`` says what is lost with this model, compared to those that the engine computes itself."""
         self.policy_version = config.policy_version
         self.text = TokenText(Path(config.model))
         self.adapters: dict[str, Adapter] = {}
-        self.notice: str | None = None
-        """What is lost with this model, compared to those that the engine computes itself."""
         self._owners: dict[str, dict[int, Row]] = {}
         self._arrivals = 0
         self._session_requests: dict[str, int] = {}
         self._staged: dict[str, torch.Tensor] | None = None
         self.num_steps = self.num_drawn = self.num_computed = 0
         self.num_drafted = self.num_accepted = 0
-        if model is not None:
-            self._set_up(model)
-        else:
-            self._load()
+        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size, reuse=self.model.reuses_blocks)
+        self._drafter = Drafter(config.draft_tokens if self.model.reuses_blocks else 0)
+        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, self.model.max_len)
         self._grammars = Grammars(self.text, self.model.vocab_size, self.model.eos_token_ids)
-
-    def _load(self) -> None:
-        try:
-            self._set_up(Model(self.config))
-            self._prove_itself()
-        except Exception as error:
-            architecture = _architecture(self.config)
-            if architecture is None or architecture in _PROVED:
-                raise
-            self._set_up(FallbackModel(self.config))
-            self._prove_itself()
-            self.notice = f"a '{architecture}' is computed by transformers ({error}): {LOSSES}"
-
-    def _set_up(self, model: Model) -> None:
-        config = self.config
-        self.model = model
-        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size, reuse=model.reuses_blocks)
-        self._drafter = Drafter(config.draft_tokens if model.reuses_blocks else 0)
-        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, model.max_len)
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +120,9 @@ class Engine:
         Raises:
             RequestError: an empty or over-long prompt, a token outside of the vocabulary, or an id that is in use.
         """
-        self._check(request)
+        if request.request_id in self._owners:
+            raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
+        check_request(request, self.model)
         adapter = self._adapter(request.adapter)
         matcher = self._matcher(request)
         self._arrivals += 1
@@ -146,8 +134,8 @@ class Engine:
             group = (0, session, self._session_requests[session])
         seed = request.sampling.seed
         if seed is None:
-            seed = _derived_seed(self.config.seed, *group)
-        samples = [self._sample(request, index, seed, group) for index in range(request.n)]
+            seed = derived_seed(self.config.seed, *group)
+        samples = [sample_of(request, index, seed, group, self.text) for index in range(request.n)]
         distribution = Distribution.of(request.sampling, (request.grammar, request.drawn) if request.grammar else None)
         row = self._scheduler.enqueue(request.token_ids, distribution, samples, samples[0].order, adapter)
         row.matcher = row.matcher or matcher
@@ -199,24 +187,16 @@ class Engine:
         Raises:
             RequestError: as :meth:`submit`.
         """
-        self._check(Request("", token_ids, Sampling()), prompt_only=True)
+        check_tokens(token_ids, self.model, room=0)
         size = self.config.block_size
         row = Row(list(token_ids), len(token_ids), Distribution(1.0, 1.0, 0), [], (0, "", 0, 0), self._adapter(adapter))
         num_blocks = -(-len(token_ids) // size)
         self._scheduler.make_room(num_blocks)
         row.add_blocks([self._pool.take() for _ in range(num_blocks)], size)
-        found: list[float] = []
         try:
-            step = self.config.max_batch_tokens
-            for start in range(0, len(token_ids), step):
-                chunk = Chunk(row, start, min(len(token_ids), start + step))
-                logits = self._forward([chunk], every_token=True)
-                targets = torch.tensor(token_ids[start + 1 : chunk.end + 1], device=logits.device)
-                logprobs = torch.log_softmax(logits[: len(targets)].float(), dim=-1)
-                found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            return self.model.score(row, self.config.max_batch_tokens)
         finally:
             self._pool.drop(row.blocks)
-        return found
 
     def stage_weights(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False, known_finite: bool = False) -> None:
         """Checks new weights and keeps them for :meth:`commit`; on CPU, in the engine's dtype, they are not copied.
@@ -290,37 +270,6 @@ class Engine:
         """Ends what :meth:`open_session` began; requests that run are not touched."""
         self._session_requests.pop(session_id, None)
 
-    def _prove_itself(self) -> None:
-        """Compares with transformers' own forward, so that a model that is computed wrongly is never served."""
-        tokens, expected = self.model.sample_logprobs
-        tokens = tokens[: self.model.max_len]
-        worst = max(abs(a - b) for a, b in zip(self.logprobs(tokens), expected, strict=False))
-        # Half precision rounds differently in different orders of summation.
-        limit = 1e-3 if self.model.dtype == torch.float32 else 0.5
-        if not worst < limit:
-            raise EngineError(
-                f"this model's log-probabilities differ from transformers' by {worst:.2g}",
-                where=self.config.model,
-                hint="its architecture is not one that the engine can serve",
-            )
-        self.num_computed = 0
-
-    def _check(self, request: Request, prompt_only: bool = False) -> None:
-        count, limit = len(request.token_ids), self.model.max_len
-        if not count:
-            raise RequestError("the prompt is empty", where="token_ids")
-        if count + (not prompt_only) > limit:
-            raise RequestError(
-                f"the prompt has {count} tokens, and prompt and completion may have {limit} together", where="token_ids"
-            )
-        odd = next((one for one in request.token_ids if not 0 <= one < self.model.vocab_size), None)
-        if odd is not None:
-            raise RequestError(f"token {odd} is outside of the vocabulary of {self.model.vocab_size}", where="token_ids")
-        if not 0 <= request.drawn <= count:
-            raise RequestError(f"{request.drawn} of the prompt's {count} tokens cannot have been drawn before", where="drawn")
-        if request.request_id in self._owners:
-            raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
-
     def _adapter(self, name: str | None) -> Adapter | None:
         if name is None:
             return None
@@ -340,26 +289,13 @@ class Engine:
             raise RequestError(f"what was drawn before does not follow the grammar: {matcher.error}", where="drawn")
         return matcher
 
-    def _sample(self, request: Request, index: int, seed: int, group: tuple[int, str, int]) -> Sample:
-        own_seed = seed if index == 0 else _derived_seed(seed, index)
-        sample = Sample(request.request_id, index, request.sampling, own_seed, (*group, index), request.drawn)
-        if request.sampling.stop:
-            sample.text = TextStream(self.text, request.sampling.stop)
-            for token in request.token_ids[len(request.token_ids) - request.drawn :]:
-                sample.text.add(token)
-        return sample
-
-    def _forward(self, chunks: list[Chunk], every_token: bool = False) -> torch.Tensor:
-        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        if every_token:
-            wanted = list(range(num_tokens))
-        else:
-            wanted, at = [], 0
-            for chunk in chunks:
-                at += chunk.stop - chunk.start
-                if chunk.draws:
-                    wanted.extend(range(at - 1 - len(chunk.draft), at))
-        self.num_computed += num_tokens
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        wanted, at = list[int](), 0
+        for chunk in chunks:
+            at += chunk.stop - chunk.start
+            if chunk.draws:
+                wanted.extend(range(at - 1 - len(chunk.draft), at))
+        self.num_computed += at
         return self.model.forward(chunks, wanted)
 
     def _draw(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
@@ -459,11 +395,6 @@ class Engine:
         self.model.copy_tokens(source * size, target * size, count)
 
 
-def _derived_seed(seed: int, *path: object) -> int:
-    text = ":".join(map(str, (seed, *path))).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
 def _advanced(matcher: Matcher | None, token_ids: Iterable[int]) -> dict[int, Matcher]:
     """Where a row's grammar is after each of the tokens; empty without one."""
     if matcher is None:
@@ -474,13 +405,3 @@ def _advanced(matcher: Matcher | None, token_ids: Iterable[int]) -> dict[int, Ma
     for token, each in after.items():
         each.advance([token])
     return after
-
-
-def _architecture(config: EngineConfig) -> str | None:
-    """The model's, or None where that cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        return str(AutoConfig.from_pretrained(config.model).model_type)
-    except Exception:
-        return None

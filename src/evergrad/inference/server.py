@@ -22,6 +22,7 @@ from evergrad.inference._exchange import Exchange, events_of
 from evergrad.inference._http import HttpError, content, decode, reply, stream, unless_gone
 from evergrad.inference._metrics import Metrics
 from evergrad.inference._openai import ChatReply, Echo, TextReply, head_of_completions, new_id
+from evergrad.inference._openai_wire import ChatBody, CompletionBody
 from evergrad.inference.config import EngineError
 from evergrad.inference.engine import Engine, RequestError
 from evergrad.inference.engine import Request as EngineRequest
@@ -133,7 +134,7 @@ class EngineServer:
         asked = EngineRequest(
             uuid.uuid4().hex,
             body.token_ids,
-            params.sampling(),
+            params.sampling(params.max_tokens),
             body.session_id,
             params.n,
             body.drawn,
@@ -160,32 +161,31 @@ class EngineServer:
         return reply({"object": "list", "data": data})
 
     async def _chat_completions(self, request: Request) -> Response:
-        body = await self._read(wire.ChatBody, request)
+        body = await self._read(ChatBody, request)
         adapter = self._adapter(body.model)
         self._require_fit(sum(len(message.text()) for message in body.messages), "messages")
         token_ids = await asyncio.to_thread(self.chat.prompt, body)
-        stops = tuple(dict.fromkeys((*body.stop_token_ids, *self.chat.stop_token_ids)))
         limit = body.max_completion_tokens or body.max_tokens or self.engine.model.max_len
         asked = EngineRequest(
             uuid.uuid4().hex,
             token_ids,
-            wire.sampling_of(body, limit, stops),
+            body.sampling(limit, self.chat.stop_token_ids),
             body.session_id,
             body.n,
             grammar=self.chat.grammar(body),
             adapter=adapter,
         )
-        answer = ChatReply(self.chat, body, len(token_ids), stops)
+        answer = ChatReply(self.chat, body, len(token_ids))
         events = events_of(await self._exchange.opened(asked))
         if body.stream:
             return stream(answer.stream(events))
         return reply(await unless_gone(request, answer.collect(events)))
 
     async def _completions(self, request: Request) -> Response:
-        body = await self._read(wire.CompletionBody, request)
+        body = await self._read(CompletionBody, request)
         adapter = self._adapter(body.model)
         prompts = [await self._completion_prompt(prompt) for prompt in body.prompts()]
-        sampling = wire.sampling_of(body, max(1, body.max_tokens), self._completion_stops(body))
+        sampling = body.sampling(max(1, body.max_tokens), self.engine.model.eos_token_ids)
         asked = [
             EngineRequest(uuid.uuid4().hex, token_ids, sampling, body.session_id, body.n, adapter=adapter)
             for token_ids in prompts
@@ -210,16 +210,13 @@ class EngineServer:
         choices = [choice for each, _ in answers for choice in each]
         return reply({**head_of_completions(body), "choices": choices, "usage": generated.total(use for _, use in answers)})
 
-    def _completion_stops(self, body: wire.CompletionBody) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((*body.stop_token_ids, *self.engine.model.eos_token_ids)))
-
     async def _completion_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
         self._require_fit(len(prompt), "prompt")
         return tuple(await asyncio.to_thread(self.engine.text.ids_of, prompt))
 
-    async def _echo(self, body: wire.CompletionBody, token_ids: tuple[int, ...], adapter: str | None) -> Echo | None:
+    async def _echo(self, body: CompletionBody, token_ids: tuple[int, ...], adapter: str | None) -> Echo | None:
         if not body.echo:
             return None
         if body.logprobs is None:
