@@ -236,13 +236,13 @@ def test_streamed_pieces_make_the_text_up_to_the_first_stop(text: str, stops: li
 def kept_by_definition(logits: torch.Tensor, one: Distribution) -> torch.Tensor:
     """Min-p, then top-k, then top-p, each by its definition, token by token in the order of probability; float64, [V] bool."""
     probabilities = torch.softmax(logits.double() / one.temperature, dim=-1)
-    order = probabilities.argsort(descending=True, stable=True).tolist()
+    order = [token for token in probabilities.argsort(descending=True, stable=True).tolist() if torch.isfinite(logits[token])]
     order = [token for token in order if probabilities[token] >= one.min_p * probabilities[order[0]]]
     order = order[: one.top_k or None]
     left = float(probabilities[order].sum())
     kept: list[int] = []
     for token in order:
-        if kept and float(probabilities[kept].sum()) / left >= one.top_p:
+        if kept and one.top_p < 1.0 and float(probabilities[kept].sum()) / left >= one.top_p:
             break
         kept.append(token)
     return torch.isin(torch.arange(len(logits)), torch.tensor(kept))

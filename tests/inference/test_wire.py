@@ -50,8 +50,8 @@ async def generate(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return answer.json()
 
 
-async def admin(http: httpx.AsyncClient, path: str, **body: Any) -> httpx.Response:
-    return await http.post(f"/admin/{path}", json=body or None, headers=ADMIN)
+async def admin(http: httpx.AsyncClient, route: str, **body: Any) -> httpx.Response:
+    return await http.post(f"/admin/{route}", json=body or None, headers=ADMIN)
 
 
 # ── Texts ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,7 +162,8 @@ async def test_an_adapter_is_a_model_from_its_loading_to_its_dropping(
     expected = reference_logprobs(tuned_reference(model_folder, folder), prompt, tuned["choices"][0]["token_ids"])
     found = [one["logprob"] for one in tuned["choices"][0]["logprobs"]["content"]]
     assert found == pytest.approx(expected[range(8), tuned["choices"][0]["token_ids"]].tolist(), abs=1e-4)
-    assert (await generate(http, token_ids=prompt, sampling_params=params))["choices"] == plain["choices"]
+    again = await generate(http, token_ids=prompt, sampling_params=params)
+    assert again["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
     refused = await admin(http, "adapters/load", name="bad", path=str(tmp_path / "none"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "update_refused")
     assert (await admin(http, "adapters/drop", name="tuned")).json()["adapters"] == []

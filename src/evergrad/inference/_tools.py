@@ -65,7 +65,7 @@ class CallFormat:
             needed: The reply is one call at least; else it may be all text, and only calls in it are held to the schema.
             several: There may be more than one call.
         """
-        calls = json.dumps({"anyOf": [self._schema(tool["function"]) for tool in tools]}, sort_keys=True)
+        calls = json.dumps({"anyOf": [self._schema(tool["function"]) for tool in tools]})
         if needed:
             more = '("\\n" call)*' if several and self.begin else ""
             return f"start: call {more}\ncall: {_text(self.begin)} %json {calls} {_text(self.end)}\n"
@@ -79,6 +79,7 @@ class CallFormat:
         )
 
     def _schema(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        # Properties come in the order in which they stand here: the model was taught to say the name first.
         arguments = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         return {
             "type": "object",
