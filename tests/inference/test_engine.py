@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.bench_turns import measure
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from evergrad.inference import EngineConfig, EngineError
@@ -377,3 +378,11 @@ def test_a_model_that_gives_no_numbers_fails_its_request_only(engine: Engine) ->
     weight.data.fill_(1.0)
     (done,) = ask(engine, prompt_of(6, seed=2), Sampling(max_tokens=3), name="two")
     assert done.finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("changes", [{}, {"block_size": 16, "max_batch_tokens": 64, "max_rows": 6}])
+def test_conversations_are_not_read_again(tmp_path: Path, changes: dict[str, int]) -> None:
+    """A turn computes what came since the turn before, and each distinct token of a group once."""
+    counted = measure(tmp_path, groups=2, samples=4, turns=4, **changes)
+    assert counted["tokens_needed"] <= counted["tokens_computed"]
+    assert counted["recomputed_share"] <= 0.02

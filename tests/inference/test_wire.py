@@ -211,7 +211,7 @@ async def test_a_pause_does_what_it_says_with_what_runs(server: Server, http: ht
             assert [len(done.token_ids) for done in await asyncio.gather(*running)] == [120] * 4
 
 
-@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort", "paused"])
 async def test_an_update_does_what_it_says_with_what_runs(model_folder: Path, other_folder: Path, mode: str) -> None:
     with serving(model_folder, max_rows=3) as server:
         async with server.client() as client, httpx.AsyncClient(base_url=server.url, timeout=120) as http:
@@ -220,10 +220,17 @@ async def test_an_update_does_what_it_says_with_what_runs(model_folder: Path, ot
             for _ in range(500):
                 if (await rows(http))[0] == 3:
                     break
-            report = (await admin(http, "weights/load", weights_uri=str(other_folder), policy_version=1, mode=mode)).json()
+            if mode == "paused":
+                await admin(http, "pause")
+            how = "keep" if mode == "paused" else mode
+            report = (await admin(http, "weights/load", weights_uri=str(other_folder), policy_version=1, mode=how)).json()
             assert report["policy_version"] == 1
             assert report["pause_s"] >= 0
             assert ("drain_s" in report) is (mode == "drain")
+            if mode == "paused":
+                refused = await admin(http, "weights/load", weights_uri=str(other_folder), policy_version=2, mode="drain")
+                assert (refused.status_code, "cannot drain" in refused.text) == (409, True)
+                assert (await admin(http, "resume")).json() == {"paused": False, "policy_version": 1}
             finished = await asyncio.gather(*running)
             versions = [tuple(span.policy_version for span in done.policy_spans) for done in finished]
             if mode == "abort":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,3 +103,15 @@ class Grammars:
             except ValueError as error:
                 raise EngineError(f"grammars need a fast tokenizer: {error}", where=str(self._text.folder)) from error
         return self._tokenizer
+
+
+def advanced(matcher: Matcher | None, token_ids: Iterable[int]) -> dict[int, Matcher]:
+    """Where a row's grammar is after each of the tokens; empty without one."""
+    if matcher is None:
+        return {}
+    first, *others = dict.fromkeys(token_ids)
+    after = {token: matcher.copy() for token in others}
+    after[first] = matcher
+    for token, each in after.items():
+        each.advance([token])
+    return after

@@ -10,7 +10,7 @@ Between two steps weights may change (:meth:`Engine.commit`): rows go on, their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from evergrad.config import nearest
 from evergrad.inference._adapters import Adapter
 from evergrad.inference._blocks import BlockPool
 from evergrad.inference._drafts import CONTEXT, Drafter
-from evergrad.inference._grammar import Grammars, Matcher
+from evergrad.inference._grammar import Grammars, Matcher, advanced
 from evergrad.inference._loading import load_model
 from evergrad.inference._model import Model
 from evergrad.inference._requests import (
@@ -331,7 +331,7 @@ class Engine:
     def _take(self, chunk: Chunk, drawn: Mapping[int, Sequence[tuple[int, float]]]) -> list[Event]:
         """Gives each sample of a row what it drew, up to where it leaves the draft; parts those that left it differently."""
         row, events = chunk.row, list[Event]()
-        after = _advanced(row.matcher, (drawn[id(sample)][0][0] for sample in row.samples))
+        after = advanced(row.matcher, (drawn[id(sample)][0][0] for sample in row.samples))
         parted: dict[tuple[int, ...], list[Sample]] = {}
         for sample in row.samples:
             taken: tuple[int, ...] = ()
@@ -393,15 +393,3 @@ class Engine:
     def _copy_block(self, source: int, target: int, count: int) -> None:
         size = self.config.block_size
         self.model.copy_tokens(source * size, target * size, count)
-
-
-def _advanced(matcher: Matcher | None, token_ids: Iterable[int]) -> dict[int, Matcher]:
-    """Where a row's grammar is after each of the tokens; empty without one."""
-    if matcher is None:
-        return {}
-    first, *others = dict.fromkeys(token_ids)
-    after = {token: matcher.copy() for token in others}
-    after[first] = matcher
-    for token, each in after.items():
-        each.advance([token])
-    return after
