@@ -7,12 +7,14 @@ import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from evergrad.config import ConfigError
 from evergrad.inference import _wire as wire
-from evergrad.inference._http import HttpError, decode, reply
 from evergrad.inference._loop import StepLoop
+from evergrad.inference._web import HttpError, decode, reply
 from evergrad.inference._weights import DRAIN_S, WeightUpdates
 from evergrad.inference.engine import Engine
 
@@ -31,8 +33,8 @@ class Administration:
         self._engine, self._steps, self._token, self._on_new_weights = engine, steps, token, on_new_weights
         self.weights = WeightUpdates(steps)
 
-    def add_to(self, app: FastAPI) -> None:
-        for path, handler in {
+    def routes(self) -> list[Route]:
+        handlers = {
             "weights/attach": self._attach,
             "weights/update": self._update,
             "weights/load": self._load,
@@ -44,8 +46,8 @@ class Administration:
             "reset_prefix_cache": self._reset_prefix_cache,
             "sessions/open": self._open_sessions,
             "sessions/close": self._close_sessions,
-        }.items():
-            app.post(f"/admin/{path}")(self._guarded(handler))
+        }
+        return [Route(f"/admin/{path}", self._guarded(handler), methods=["POST"]) for path, handler in handlers.items()]
 
     def _guarded(self, handler: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:

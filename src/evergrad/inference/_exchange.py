@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
 from evergrad.inference._generated import Answer
-from evergrad.inference._http import HttpError
 from evergrad.inference._loop import StepLoop
 from evergrad.inference._metrics import Metrics
+from evergrad.inference._web import HttpError
 from evergrad.inference.engine import Engine, Event, Request
 
 Bursts = AsyncGenerator[list[Event], None]

@@ -10,8 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from evergrad.inference._http import sse
 from evergrad.inference._spans import joined
+from evergrad.inference._web import sse
 from evergrad.inference.engine import Event
 from evergrad.types import PolicySpan
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from evergrad.inference._chat import ChatFormat
 from evergrad.inference._generated import Answer, usage
-from evergrad.inference._http import sse
 from evergrad.inference._openai_wire import ChatBody, CompletionBody
 from evergrad.inference._text import TextStream, TokenText
 from evergrad.inference._tools import CallFormat
+from evergrad.inference._web import sse
 from evergrad.inference.engine import Event
 
 

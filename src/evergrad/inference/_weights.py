@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote, urlparse
 
+from evergrad.inference._folders import local_folder
 from evergrad.inference._loop import StepLoop
 from evergrad.inference.config import EngineError
 from evergrad.transfer import Receiver, load_tensors, merged_tensors, open_receiver
@@ -94,7 +94,7 @@ class WeightUpdates:
         """
         with self._one_at_a_time:
             started = time.perf_counter()
-            folder, engine = _local_folder(weights_uri), self._loop.engine
+            folder, engine = local_folder(weights_uri), self._loop.engine
             if folder.resolve() == Path(engine.config.model).resolve():
                 engine.stage_base()
             elif (folder / "adapter_config.json").is_file():
@@ -113,7 +113,7 @@ class WeightUpdates:
         """
         with self._one_at_a_time:
             started = time.perf_counter()
-            self._loop.engine.load_adapter(name, _local_folder(folder_uri))
+            self._loop.engine.load_adapter(name, local_folder(folder_uri))
             return {"adapters": sorted(self._loop.engine.adapters), "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
@@ -162,13 +162,3 @@ class WeightUpdates:
 
 def _report(policy_version: int, pause: Mapping[str, float], started: float) -> dict[str, Any]:
     return {"policy_version": policy_version, **pause, "seconds": time.perf_counter() - started}
-
-
-def _local_folder(uri: str) -> Path:
-    parsed = urlparse(uri)
-    if parsed.scheme not in ("", "file"):
-        raise EngineError(f"weights at '{parsed.scheme}://' cannot be read", where=uri, hint="give a local folder")
-    folder = Path(unquote(parsed.path) if parsed.scheme else uri)
-    if not folder.is_dir():
-        raise EngineError("no such folder", where=uri)
-    return folder

@@ -198,9 +198,9 @@ _VERBATIM = ("json", "schema", "parameters", "metadata")
 
 
 def _without_nulls(data: Any) -> Any:
-    if isinstance(data, Mapping):
+    if isinstance(data, dict):
         kept = ((key, value) for key, value in data.items() if value is not None)
         return {key: value if key in _VERBATIM else _without_nulls(value) for key, value in kept}
-    if isinstance(data, list):
-        return [_without_nulls(item) if isinstance(item, Mapping) else item for item in data]
+    if isinstance(data, list) and dict in map(type, data):  # most lists are thousands of token ids
+        return [_without_nulls(item) if isinstance(item, dict) else item for item in data]
     return data

@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from evergrad.config import ConfigError, nearest
 from evergrad.inference import _generated as generated
@@ -19,10 +21,10 @@ from evergrad.inference import _wire as wire
 from evergrad.inference._admin import Administration
 from evergrad.inference._chat import ChatFormat
 from evergrad.inference._exchange import Exchange, events_of
-from evergrad.inference._http import HttpError, content, decode, reply, stream, unless_gone
 from evergrad.inference._metrics import Metrics
 from evergrad.inference._openai import ChatReply, Echo, TextReply, head_of_completions, new_id
 from evergrad.inference._openai_wire import ChatBody, CompletionBody
+from evergrad.inference._web import HttpError, content, decode, reply, stream, unless_gone
 from evergrad.inference.config import EngineError
 from evergrad.inference.engine import Engine, RequestError
 from evergrad.inference.engine import Request as EngineRequest
@@ -66,24 +68,27 @@ class EngineServer:
         self._loading = engine.config.awaits_weights
         self.app = self._build_app()
 
-    def _build_app(self) -> FastAPI:
-        app = FastAPI(title="Evergrad engine", lifespan=self._lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-        app.exception_handler(HttpError)(self._on_http_error)
-        app.exception_handler(EvergradError)(self._on_evergrad_error)
-        app.exception_handler(ClientDisconnect)(self._on_disconnect)
-        app.exception_handler(404)(self._on_not_found)
-        app.exception_handler(405)(self._on_not_found)
-        app.post("/inference/v1/generate")(self._generate)
-        app.post(_CHAT)(self._chat_completions)
-        app.post("/v1/completions")(self._completions)
-        app.get("/v1/models")(self._models)
-        app.get("/health")(self._health)
-        app.get("/metrics")(self._show_metrics)
-        self._admin.add_to(app)
-        return app
+    def _build_app(self) -> Starlette:
+        routes = [
+            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route(_CHAT, self._chat_completions, methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._show_metrics, methods=["GET"]),
+            *self._admin.routes(),
+        ]
+        answers = {
+            HttpError: self._on_http_error,
+            EvergradError: self._on_evergrad_error,
+            ClientDisconnect: self._on_disconnect,
+            404: self._on_not_found,
+            405: self._on_not_found,
+        }
+        return Starlette(routes=routes, exception_handlers=answers, lifespan=self._lifespan)
 
     @asynccontextmanager
-    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._exchange.start()
         self._on_ready()
         yield
@@ -152,7 +157,7 @@ class EngineServer:
 
     # ---- the OpenAI wire
 
-    async def _models(self) -> Response:
+    async def _models(self, _: Request) -> Response:
         head = {"object": "model", "created": self._started, "owned_by": "evergrad"}
         names = () if self._loading else self.served_names
         data = [{"id": name, **head, "root": self.engine.config.model, "parent": None} for name in names]
@@ -225,7 +230,7 @@ class EngineServer:
 
     # ---- health
 
-    async def _health(self) -> Response:
+    async def _health(self, _: Request) -> Response:
         trouble, engine = self._steps.trouble(), self.engine
         status = "ok"
         if trouble is not None:
@@ -246,7 +251,7 @@ class EngineServer:
             body["notice"] = engine.notice
         return reply(body, 200 if status in ("ok", "paused") else 503)
 
-    async def _show_metrics(self) -> Response:
+    async def _show_metrics(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     # ---- errors
