@@ -118,8 +118,8 @@ def test_answers_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     second = make_adapter(base, tmp_path / "second", 3, ("k_proj", "up_proj", "o_proj"), r=2, use_rslora=True)
     engine = make_engine(base)
     assert engine.notice is None
-    engine.load_adapter("first", first)
-    engine.load_adapter("second", second)
+    engine.add_adapter(engine.read_adapter("first", first))
+    engine.add_adapter(engine.read_adapter("second", second))
     before = {None: reference_of(base), "first": tuned_reference(base, first), "second": tuned_reference(base, second)}
     answers_are_those_of(engine, before, version=0)
     engine.stage_weights(load_tensors(other), whole=True)
@@ -134,7 +134,7 @@ def test_preemption_keeps_every_token(tmp_path: Path, family: str) -> None:
     base = make_folder(tmp_path / "base", FAMILIES[family], 0)
     adapter = make_adapter(base, tmp_path / "adapter", 2)
     engine = make_engine(base, kv_cache_tokens=128, max_model_len=80)
-    engine.load_adapter("a", adapter)
+    engine.add_adapter(engine.read_adapter("a", adapter))
     models = {None: reference_of(base), "a": tuned_reference(base, adapter)}
     for index in range(6):
         sampling = Sampling(temperature=0.8, max_tokens=25, seed=index)
@@ -155,7 +155,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_adapter_of_the_head_counts_where_logits_are_wanted(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(base, tmp_path / "head", 4, ("lm_head", "v_proj"))
     engine = make_engine(base)
-    engine.load_adapter("head", adapter)
+    engine.add_adapter(engine.read_adapter("head", adapter))
     model, prompt = tuned_reference(base, adapter), prompt_of(30)
     engine.submit(Request("with", prompt, Sampling(max_tokens=8, seed=1), adapter="head"))
     engine.submit(Request("without", prompt, Sampling(max_tokens=8, seed=1)))
@@ -173,11 +173,11 @@ def test_adapters_come_and_go_while_requests_run(base: Path, tmp_path: Path) -> 
     folders = [make_adapter(base, tmp_path / str(seed), seed) for seed in (5, 6)]
     models = [tuned_reference(base, folder) for folder in folders]
     engine, prompt, results = make_engine(base), prompt_of(30), Results()
-    engine.load_adapter("mine", folders[0])
+    engine.add_adapter(engine.read_adapter("mine", folders[0]))
     engine.submit(Request("old", prompt, Sampling(max_tokens=20, seed=1), adapter="mine"))
     for _ in range(4):
         gather(engine.step(), results)
-    engine.load_adapter("mine", folders[1])
+    engine.add_adapter(engine.read_adapter("mine", folders[1]))
     engine.submit(Request("new", prompt, Sampling(max_tokens=20, seed=1), adapter="mine"))
     for _ in range(4):
         gather(engine.step(), results)
@@ -189,7 +189,7 @@ def test_adapters_come_and_go_while_requests_run(base: Path, tmp_path: Path) -> 
         assert len(results[name, 0].token_ids) == 20
         assert worst_error(model, prompt, results[name, 0]) < TOLERANCE
     # What was computed under an adapter is found under no other, not even under one that has its name.
-    engine.load_adapter("mine", folders[0])
+    engine.add_adapter(engine.read_adapter("mine", folders[0]))
     engine.submit(Request("again", prompt, Sampling(max_tokens=4, seed=1), adapter="mine"))
     done = finish(engine)["again", 0]
     assert done.cached_tokens == 0
@@ -221,7 +221,7 @@ def test_an_adapter_that_does_not_fit_is_refused(base: Path, tmp_path: Path, fau
             save_tensors(folder, tensors.items())
             (folder / "model.safetensors").rename(weights)
     with pytest.raises((TransferError, EngineError)):
-        engine.load_adapter("bad", folder)
+        engine.add_adapter(engine.read_adapter("bad", folder))
     assert engine.adapters == {}
     (after,) = ask(engine, prompt, Sampling(max_tokens=5, seed=1), name="after")
     assert after.token_ids == before.token_ids
@@ -259,4 +259,4 @@ def test_other_architectures_are_computed_by_transformers_and_say_so(tmp_path: P
     (done,) = ask(engine, prompt_of(25), Sampling(max_tokens=5, seed=1), name="after")
     assert worst_error(other, prompt_of(25), done) < TOLERANCE
     with pytest.raises(TransferError):
-        engine.load_adapter("any", tmp_path)
+        engine.add_adapter(engine.read_adapter("any", tmp_path))

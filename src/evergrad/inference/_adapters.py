@@ -59,7 +59,7 @@ class AdapterLayers:
         self._num_tokens = 0
 
     def adopt(self, name: str, parts: Mapping[str, LoraPart], dtype: torch.dtype, device: torch.device) -> Adapter:
-        """An adapter on the model's device, in its dtype, with its layers made ready for it.
+        """An adapter on the model's device, in its dtype. May run while steps go on.
 
         Raises:
             EngineError: it changes a layer that is not linear here, is a DoRA, or has values that are not finite.
@@ -76,10 +76,13 @@ class AdapterLayers:
                 raise EngineError(f"the adapter's '{layer}' has values that are not finite")
             # The scale goes into the smaller product once, here.
             placed[layer] = LoraPart(part.lora_a.to(device, dtype), (part.lora_b * part.scale).to(device, dtype), 1.0)
-        for layer in placed.keys() - self._hooked:
+        return Adapter(name, placed)
+
+    def cover(self, adapter: Adapter) -> None:
+        """Makes the layers that the adapter changes ready for it; between two steps."""
+        for layer in adapter.parts.keys() - self._hooked:
             self._linears[layer].register_forward_hook(self._hook(layer))
             self._hooked.add(layer)
-        return Adapter(name, placed)
 
     def plan(self, chunks: Sequence[Chunk], wanted: Sequence[int], device: torch.device) -> None:
         """Says which tokens of the step that comes next are whose."""

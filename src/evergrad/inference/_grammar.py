@@ -7,6 +7,7 @@ derivatives, which knows after each token which others the grammar allows.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ class Grammars:
         self._text, self._vocab_size, self._eos_token_ids = text, vocab_size, eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._one_at_a_time = threading.Lock()
 
     def start(self, grammar: str) -> Matcher:
         """A matcher at the beginning of ``grammar``, which is in llguidance's Lark dialect.
@@ -78,18 +80,19 @@ class Grammars:
         Raises:
             EngineError: the grammar cannot be used, or the model has no tokenizer that can be read token by token.
         """
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            from llguidance import LLMatcher
+        with self._one_at_a_time:
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
+                from llguidance import LLMatcher
 
-            compiled = LLMatcher(self._tokens(), grammar, log_level=0)
-            if compiled.is_error():
-                raise EngineError(f"the grammar or schema cannot be used: {compiled.get_error()[:500]}", where="grammar")
-            self._compiled[grammar] = compiled
-        self._compiled.move_to_end(grammar)
-        while len(self._compiled) > _MAX_KEPT:
-            self._compiled.popitem(last=False)
-        return Matcher(compiled.deep_copy(), self._vocab_size)
+                compiled = LLMatcher(self._tokens(), grammar, log_level=0)
+                if compiled.is_error():
+                    raise EngineError(f"the grammar or schema cannot be used: {compiled.get_error()[:500]}", where="grammar")
+                self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > _MAX_KEPT:
+                self._compiled.popitem(last=False)
+            return Matcher(compiled.deep_copy(), self._vocab_size)
 
     def _tokens(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -126,10 +126,10 @@ class Model:
         self.cache.copy_tokens(source, target, count)
 
     def adopt(self, name: str, parts: Mapping[str, LoraPart]) -> Adapter:
-        """An adapter made ready to be added to the base.
+        """An adapter as this model needs it, for :meth:`AdapterLayers.cover`. May run while steps go on.
 
         Raises:
-            EngineError: it cannot be.
+            EngineError: it cannot be added to the base.
         """
         return self.adapters.adopt(name, parts, self.dtype, self.device)
 

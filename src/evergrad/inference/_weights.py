@@ -113,8 +113,10 @@ class WeightUpdates:
         """
         with self._one_at_a_time:
             started = time.perf_counter()
-            self._loop.engine.load_adapter(name, local_folder(folder_uri))
-            return {"adapters": sorted(self._loop.engine.adapters), "seconds": time.perf_counter() - started}
+            engine = self._loop.engine
+            adapter = engine.read_adapter(name, local_folder(folder_uri))
+            self._loop.call(lambda: engine.add_adapter(adapter)).result()
+            return {"adapters": sorted(engine.adapters), "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
         for receiver in {self._receiver, self._live} - {None}:

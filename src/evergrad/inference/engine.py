@@ -38,7 +38,6 @@ from evergrad.inference._sampling import Draws
 from evergrad.inference._schedule import Chunk, Scheduler
 from evergrad.inference._text import TokenText
 from evergrad.inference.config import EngineConfig, EngineError
-from evergrad.transfer import TransferError
 from evergrad.transfer.adapters import adapter_parts
 from evergrad.types import FinishReason
 
@@ -141,6 +140,17 @@ class Engine:
         row.matcher = row.matcher or matcher
         self._owners[request.request_id] = dict.fromkeys(range(request.n), row)
 
+    def check_grammar(self, grammar: str) -> None:
+        """Compiles a grammar for the requests that bring it. May run in another thread while steps go on.
+
+        Raises:
+            RequestError: it cannot be used.
+        """
+        try:
+            self._grammars.start(grammar)
+        except EngineError as error:
+            raise RequestError(error.what, where=error.where, hint=error.hint) from error
+
     def hold(self) -> None:
         """From here on nothing begins; what has begun goes on. Undone by :meth:`admit`."""
         self._scheduler.admits_new = False
@@ -231,19 +241,20 @@ class Engine:
         # Guesses too: not a bit of what follows depends on what was asked under the old weights.
         self.reset_prefix_cache()
 
-    def load_adapter(self, name: str, folder: Path) -> None:
-        """Reads an adapter in PEFT layout and serves it under ``name``, in place of one that had it: requests of that one go on
-        with it. May run in another thread while steps go on.
+    def read_adapter(self, name: str, folder: Path) -> Adapter:
+        """Reads an adapter in PEFT layout for :meth:`add_adapter`. May run in another thread while steps go on.
 
         Raises:
-            EngineError, TransferError: a damaged file, or an adapter that does not fit the base. What was served stays.
+            EngineError, TransferError: a damaged file, or an adapter that does not fit the base.
         """
-        parts = adapter_parts(self.model.base, folder, self.config.model)
-        try:
-            adapter = self.model.adopt(name, parts)
-        except EngineError as error:
-            raise TransferError(error.what, where=str(folder), hint=error.hint) from error
-        self.adapters[name] = adapter
+        return self.model.adopt(name, adapter_parts(self.model.base, folder, self.config.model))
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Serves it under its name, in place of one that had that: requests of that one go on with it. Between two steps."""
+        if adapter.name in self.adapters:
+            self.drop_adapter(adapter.name)
+        self.model.adapters.cover(adapter)
+        self.adapters[adapter.name] = adapter
 
     def drop_adapter(self, name: str) -> None:
         """Serves it no more; requests that have it go on with it.
@@ -280,10 +291,8 @@ class Engine:
     def _matcher(self, request: Request) -> Matcher | None:
         if request.grammar is None:
             return None
-        try:
-            matcher = self._grammars.start(request.grammar)
-        except EngineError as error:
-            raise RequestError(error.what, where=error.where, hint=error.hint) from error
+        self.check_grammar(request.grammar)
+        matcher = self._grammars.start(request.grammar)
         matcher.advance(request.token_ids[len(request.token_ids) - request.drawn :])
         if matcher.error is not None:
             raise RequestError(f"what was drawn before does not follow the grammar: {matcher.error}", where="drawn")

@@ -127,6 +127,12 @@ class EngineServer:
         if size > limit * self.engine.text.longest_token:
             raise RequestError(f"the {where} has {size} characters, which no {limit} tokens hold", where=where)
 
+    async def _compiled(self, grammar: str | None) -> str | None:
+        """The same, made ready in a thread: a large schema takes up to a second, which no step shall wait for."""
+        if grammar is not None:
+            await asyncio.to_thread(self.engine.check_grammar, grammar)
+        return grammar
+
     async def _prompt_logprobs(self, token_ids: tuple[int, ...], adapter: str | None) -> list[float]:
         return await asyncio.wrap_future(self._steps.call(lambda: self.engine.logprobs(token_ids, adapter)))
 
@@ -143,7 +149,7 @@ class EngineServer:
             body.session_id,
             params.n,
             body.drawn,
-            params.grammar(),
+            await self._compiled(params.grammar()),
             adapter,
         )
         if body.stream:
@@ -177,7 +183,7 @@ class EngineServer:
             body.sampling(limit, self.chat.stop_token_ids),
             body.session_id,
             body.n,
-            grammar=self.chat.grammar(body),
+            grammar=await self._compiled(self.chat.grammar(body)),
             adapter=adapter,
         )
         answer = ChatReply(self.chat, body, len(token_ids))
