@@ -15,7 +15,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -78,6 +78,9 @@ bench-engine: $(READY)  ## Our engine against transformers.generate; one line of
 
 bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 sessions; one line of JSON
 	$(BIN)/python -m benchmarks.bench_rollouts
+
+bench-turns: $(READY)  ## What conversations of many turns compute a second time; one line of JSON
+	$(BIN)/python -m benchmarks.bench_turns
 
 bench-gate: $(READY)  ## The gate's promises over long series, by simulation; one line of JSON
 	$(BIN)/python -m benchmarks.bench_gate

@@ -162,7 +162,7 @@ async def decode(client: EngineClient, new_tokens: int) -> None:
 async def num_steps(client: EngineClient) -> int:
     async with httpx.AsyncClient(trust_env=False) as http:
         lines = (await http.get(f"{client.base_url}/metrics")).text.splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("evergrad_engine_steps_total"))
+    return next(int(float(line.split()[1])) for line in lines if line.startswith("evergrad_engine_steps_total "))
 
 
 @contextlib.asynccontextmanager

@@ -185,6 +185,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """A stop token ends the completion and is its last token."""
     seed: int | None = None
+    min_p: float = 0.0
+    """Least probability of a token that is kept, as a share of the likeliest one's."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion; the token that completes one is its last."""
 
     @property
     def greedy(self) -> bool:

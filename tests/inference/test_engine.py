@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.bench_turns import measure
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from evergrad.inference import EngineConfig, EngineError
@@ -22,7 +23,6 @@ from tests.inference.conftest import (
     ask,
     finish,
     gather,
-    load_reference,
     make_model,
     prompt_of,
     reference_logprobs,
@@ -279,12 +279,12 @@ def test_the_order_of_arrival_changes_nothing_not_even_the_work(
     outcomes = []
     for seed in range(4):
         engine, shuffler = make_engine(draft_tokens=6, draft_batch_tokens=256), random.Random(seed)
-        computed: list[list[int]] = []
+        computed: list[list[list[int]]] = []
         forward = engine.model.forward
 
-        def note(token_ids: list[int], *rest: Any, forward: Any = forward, computed: Any = computed) -> torch.Tensor:
-            computed.append(token_ids)
-            return forward(token_ids, *rest)
+        def note(chunks: Any, *rest: Any, forward: Any = forward, computed: Any = computed) -> torch.Tensor:
+            computed.append([chunk.token_ids for chunk in chunks])
+            return forward(chunks, *rest)
 
         monkeypatch.setattr(engine.model, "forward", note)
         for name in names:
@@ -353,48 +353,6 @@ def test_random_load_keeps_every_promise(make_engine: MakeEngine, reference: Lla
     assert engine._pool.available == 160 // 4
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["qwen2", "qwen3", "mistral-window", "gemma2", "llama-untied-bias"],
-)
-def test_other_families(tmp_path: Path, kind: str) -> None:
-    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    config = {
-        "qwen2": lambda: Qwen2Config(**shape),
-        "qwen3": lambda: Qwen3Config(**shape),
-        "mistral-window": lambda: MistralConfig(**shape, sliding_window=12),
-        "gemma2": lambda: Gemma2Config(**shape, sliding_window=12, query_pre_attn_scalar=16),
-        "llama-untied-bias": lambda: LlamaConfig(**shape, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    }[kind]()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = load_reference(tmp_path)
-    model.set_attn_implementation("eager")
-    engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_tokens=2048, block_size=8, max_batch_tokens=24))
-    prompt = prompt_of(50)
-    for done in ask(engine, prompt, Sampling(temperature=0.8, max_tokens=20, seed=1), n=3):
-        assert worst_error(model, prompt, done, 0.8) < TOLERANCE
-    longer = (*prompt[:40], 7, 8, 9)
-    (done,) = ask(engine, longer, Sampling(max_tokens=5, seed=1))
-    assert done.cached_tokens == 40
-    assert worst_error(model, longer, done) < TOLERANCE
-
-
 def test_a_folder_without_a_model_says_so(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no model here"):
         Engine(EngineConfig(model=str(tmp_path)))
@@ -420,3 +378,11 @@ def test_a_model_that_gives_no_numbers_fails_its_request_only(engine: Engine) ->
     weight.data.fill_(1.0)
     (done,) = ask(engine, prompt_of(6, seed=2), Sampling(max_tokens=3), name="two")
     assert done.finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("changes", [{}, {"block_size": 16, "max_batch_tokens": 64, "max_rows": 6}])
+def test_conversations_are_not_read_again(tmp_path: Path, changes: dict[str, int]) -> None:
+    """A turn computes what came since the turn before, and each distinct token of a group once."""
+    counted = measure(tmp_path, groups=2, samples=4, turns=4, **changes)
+    assert counted["tokens_needed"] <= counted["tokens_computed"]
+    assert counted["recomputed_share"] <= 0.02

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from evergrad.inference._attention import plan_step
 from evergrad.inference._blocks import BlockPool, OutOfBlocks
-from evergrad.inference._chat import TextStream
 from evergrad.inference._drafts import Drafter, Guess, Lookup, share_out
+from evergrad.inference._grammar import Grammars
 from evergrad.inference._lockstep import Lockstep
-from evergrad.inference._rows import Distribution, Sample
+from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
+from evergrad.inference._schedule import Chunk
+from evergrad.inference._text import TextStream, TokenText
+from evergrad.inference._tools import CallFormat
 from evergrad.types import Sampling
+from tests.inference.conftest import VOCABULARY
 
 
 @settings(max_examples=200, deadline=None)
@@ -225,3 +231,110 @@ def test_streamed_pieces_make_the_text_up_to_the_first_stop(text: str, stops: li
     cuts = ([head.find(stop) for stop in stops if stop in head] for head in heads)
     first = next((cut for cut in cuts if cut), None)
     assert "".join(pieces) == (text if first is None else text[: min(first)])
+
+
+def kept_by_definition(logits: torch.Tensor, one: Distribution) -> torch.Tensor:
+    """Min-p, then top-k, then top-p, each by its definition, token by token in the order of probability; float64, [V] bool."""
+    probabilities = torch.softmax(logits.double() / one.temperature, dim=-1)
+    order = [token for token in probabilities.argsort(descending=True, stable=True).tolist() if torch.isfinite(logits[token])]
+    order = [token for token in order if probabilities[token] >= one.min_p * probabilities[order[0]]]
+    order = order[: one.top_k or None]
+    left = float(probabilities[order].sum())
+    kept: list[int] = []
+    for token in order:
+        if kept and one.top_p < 1.0 and float(probabilities[kept].sum()) / left >= one.top_p:
+            break
+        kept.append(token)
+    return torch.isin(torch.arange(len(logits)), torch.tensor(kept))
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([3, 40, 200]),
+    st.sampled_from([0.3, 1.0, 2.0]),
+    st.sampled_from([1.0, 0.9, 0.4]),
+    st.sampled_from([0, 1, 7]),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_is_cut_is_what_the_definitions_say(
+    seed: int, vocabulary: int, temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, vocabulary, generator=generator) * 3
+    allowed = torch.rand(vocabulary, generator=generator) < 0.5
+    allowed[0] = True
+    one = Distribution(temperature, top_p, top_k, min_p)
+    draws = Draws(logits, [one, one], {1: allowed})
+    for row, scores in enumerate((logits[0], logits[1].masked_fill(~allowed, float("-inf")))):
+        kept = kept_by_definition(scores, one)
+        found = all_logprobs(draws, row, vocabulary)
+        assert torch.equal(torch.isfinite(found), kept)
+        expected = torch.log_softmax((scores.double() / temperature).masked_fill(~kept, float("-inf")), dim=-1)
+        assert torch.allclose(found[kept], expected[kept], atol=1e-5)
+    (greedy,) = Draws(logits, [Distribution(0.0, 1.0, 0)] * 2, {1: allowed}).draw([1], [0.3])
+    assert greedy == int(logits[1].masked_fill(~allowed, float("-inf")).argmax())
+
+
+@pytest.mark.parametrize("lengths", [[1] * 8, [1, 1, 5, 1], [3]])
+def test_rows_that_begin_alike_read_their_beginning_once(lengths: list[int]) -> None:
+    """Eight samples of one prompt: its keys and values are gathered once in a step, for all queries of the group."""
+    size, shared = 4, list(range(16))
+    chunks = []
+    for index, length in enumerate(lengths):
+        row = Row([0] * (64 + length), 64, Distribution(1.0, 1.0, 0), [], (1, "", 0, index))
+        row.add_blocks([*shared, *range(20 + 2 * index, 22 + 2 * index)], size)
+        chunks.append(Chunk(row, 64, 64 + length))
+    plan = plan_step(chunks, torch.device("cpu"), with_windows=False)
+    (call,) = plan.calls
+    assert call.shape == (1, sum(lengths), 64 + sum(lengths))
+    assert len(set(call.slots.tolist())) == len(call.slots)
+
+
+@pytest.fixture(scope="module")
+def grammars(model_folder: Path) -> Grammars:
+    return Grammars(TokenText(model_folder), VOCABULARY, (2,))
+
+
+def follows(grammars: Grammars, grammar: str, text: str) -> bool:
+    """Whether a reply may be ``text``: each of its tokens is among those allowed, and it may end after them."""
+    matcher = grammars.start(grammar)
+    for token in TokenText(grammars._text.folder).ids_of(text):
+        if not matcher.allowed()[token]:
+            return False
+        matcher.advance([token])
+    return matcher.ended or bool(matcher.allowed()[2])
+
+
+CALL = '{"name": "find", "arguments": {"item": "rope"}}'
+WRONG = '{"name": "find", "arguments": {"item": "rake"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "optional", "required", "single"),
+    [
+        ("It is <b>there</b>.", True, False, False),
+        (f"<tool_call>\n{CALL}\n</tool_call>", True, True, True),
+        (f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", True, True, False),
+        (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", True, False, False),
+        (f"<tool_call>\n{WRONG}\n</tool_call>", False, False, False),
+        (f"Hm. <tool_call>\n{CALL}\n</tool_call> <tool_call>\n{WRONG}\n</tool_call>", False, False, False),
+        ('<tool_call>\n{"name": "lose", "arguments": {}}\n</tool_call>', False, False, False),
+        (f"<tool_call>\n{CALL}", False, False, False),
+    ],
+)
+def test_calls_fit_their_schemas_wherever_they_stand(
+    grammars: Grammars, text: str, optional: bool, required: bool, single: bool
+) -> None:
+    item = {"type": "object", "properties": {"item": {"enum": ["rope", "lamp"]}}, "required": ["item"]}
+    tools = [{"function": {"name": "find", "parameters": {**item, "additionalProperties": False}}}]
+    form = CallFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+    free = form.grammar(tools, needed=False, several=True)
+    assert free is not None
+    assert follows(grammars, free, text) is optional
+    assert follows(grammars, form.grammar(tools, needed=True, several=True) or "", text) is required
+    assert follows(grammars, form.grammar(tools, needed=True, several=False) or "", text) is single
+    bare = CallFormat("", "", "arguments")
+    assert bare.grammar(tools, needed=False, several=True) is None
+    assert follows(grammars, bare.grammar(tools, needed=True, several=True) or "", text) is False
+    assert follows(grammars, bare.grammar(tools, needed=True, several=True) or "", CALL)

@@ -25,7 +25,8 @@ import uvicorn
 
 from evergrad.inference import EngineClient, EngineConfig, EngineError
 from evergrad.inference._chat import ChatFormat
-from evergrad.inference._wire import ChatBody, parse_body
+from evergrad.inference._openai_wire import ChatBody
+from evergrad.inference._wire import parse_body
 from evergrad.transfer import SlotPublisher, load_tensors, save_tensors
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling
 from tests.inference.conftest import load_reference, make_model, prompt_of, reference_logprobs
@@ -164,17 +165,18 @@ async def test_mistakes_in_generate_are_named(http: httpx.AsyncClient, body: Any
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "find"}}
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tools": [CALL]}, "tools is not supported: the agent's tools stand in its system message"),
-        ({"tool_choice": "auto"}, "tool_choice is not supported: the agent's tools"),
-        ({"functions": [CALL]}, "functions is not supported"),
+        ({"tools": [TOOL]}, "tools is not supported: this model's chat template shows no tools"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"functions": [TOOL]}, "functions is not supported: give tools"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
-            "messages.0.tool_calls is not supported: a call is the assistant's content",
+            "messages.0.tool_calls is not supported: this model's chat template shows no tools",
         ),
         ({"messages": [{"role": "developer", "content": "hi"}]}, "messages.0.role: Input should be 'system', 'user'"),
         ({"messages": []}, "messages is empty: give at least one"),
@@ -195,9 +197,10 @@ async def test_mistakes_in_a_chat_are_said_in_plain_words(http: httpx.AsyncClien
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": [CALL]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"functions": [CALL]}, "functions"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [CALL]}, "tools.0.function.arguments"),
+        ({"tool_choice": "often"}, "tool_choice"),
+        ({"functions": [TOOL]}, "functions"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "developer", "content": "hi"}]}, "messages.0.role"),
         ({"messages": [{"content": "hi"}]}, "messages.0.role"),
@@ -264,8 +267,12 @@ async def test_every_optional_field_may_be_absent_or_null(http: httpx.AsyncClien
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
+        "min_p": 0.1,
         "seed": 1,
+        "stop": ["x"],
         "stop_token_ids": [2],
+        "prompt_logprobs": 1,
+        "structured_outputs": {"json": {"type": "boolean"}},
         "n": 1,
         "logprobs": 1,
     }
@@ -336,13 +343,13 @@ async def test_no_input_makes_a_server_error(http: httpx.AsyncClient) -> None:
 
 
 async def test_administration_needs_the_token(http: httpx.AsyncClient, server: Server) -> None:
-    paths = ["weights/attach", "weights/update", "weights/load", "logprobs", "reset_prefix_cache"]
-    for path in [*paths, "sessions/open", "sessions/close"]:
+    paths = ["weights/attach", "weights/update", "weights/load", "adapters/load", "adapters/drop", "logprobs"]
+    for path in [*paths, "reset_prefix_cache", "pause", "resume", "sessions/open", "sessions/close"]:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
             response = await http.post(f"/admin/{path}", json={}, headers=headers)
             assert response.status_code == 401
     mine = {"Authorization": f"Bearer {TOKEN}"}
-    for path in paths[:-1]:
+    for path in paths:
         assert (await http.post(f"/admin/{path}", json={"wrong": 1}, headers=mine)).status_code == 400
         assert (await http.post(f"/admin/{path}", headers=mine)).status_code == 400
 
@@ -449,9 +456,10 @@ async def test_openai_errors_are_its_own_kinds(server: Server) -> None:
 async def test_a_client_that_leaves_frees_its_row(http: httpx.AsyncClient) -> None:
     async def figures() -> tuple[int, int]:
         """Rows in work, and tokens drawn so far."""
-        values = dict(line.split() for line in (await http.get("/metrics")).text.splitlines())
-        rows = int(values["evergrad_engine_rows_running"]) + int(values["evergrad_engine_rows_waiting"])
-        return rows, int(values["evergrad_engine_tokens_drawn_total"])
+        lines = (await http.get("/metrics")).text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        rows = float(values["evergrad_engine_rows_running"]) + float(values["evergrad_engine_rows_waiting"])
+        return int(rows), int(float(values["evergrad_engine_tokens_drawn_total"]))
 
     async def rows_become(wanted: bool) -> int:
         for _ in range(500):
@@ -604,6 +612,8 @@ async def test_loads_from_folders(model_folder: Path, other_folder: Path, tmp_pa
                 "truncated": tmp_path / "truncated",
                 "shape": tmp_path / "shape",
                 "missing": tmp_path / "missing",
+                "renamed": tmp_path / "renamed",
+                "nan": tmp_path / "nan",
             }
             broken["empty"].mkdir()
             tensors = load_tensors(other_folder)
@@ -613,6 +623,9 @@ async def test_loads_from_folders(model_folder: Path, other_folder: Path, tmp_pa
             weights.write_bytes(weights.read_bytes()[:-100])
             save_tensors(broken["shape"], {**tensors, name: tensors[name][:, :-1]}.items())
             save_tensors(broken["missing"], {key: value for key, value in tensors.items() if key != name}.items())
+            renamed = {key.replace("up_proj", "upproj") if key == name else key: value for key, value in tensors.items()}
+            save_tensors(broken["renamed"], renamed.items())
+            save_tensors(broken["nan"], {**tensors, name: tensors[name] * float("nan")}.items())
             for folder in broken.values():
                 with pytest.raises(EngineError, match=r"status 409.*Version 5 is still served"):
                     await client.load_weights(str(folder), 6, ["wrong"])

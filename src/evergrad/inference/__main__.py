@@ -35,7 +35,10 @@ def _serve(config: EngineConfig, listener: socket.socket) -> None:
         deaths.append(error)
         http.should_exit = True
 
-    server = EngineServer(Engine(config), os.environ.get("EVERGRAD_TOKEN"), on_ready=lambda: announce(listener), on_death=end)
+    engine = Engine(config)
+    if engine.notice is not None:
+        print(f"notice: {engine.notice}", file=sys.stderr, flush=True)
+    server = EngineServer(engine, os.environ.get("EVERGRAD_TOKEN"), on_ready=lambda: announce(listener), on_death=end)
     # The last answers of a dead engine, its refusals among them, have two seconds to leave.
     http = uvicorn.Server(
         uvicorn.Config(server.app, log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2)

@@ -1,8 +1,8 @@
 """Who holds which block of the key-value cache, and which block holds what.
 
 A full block is known by its *chain*: the identity of the block before it and the tokens in it. Keys are compared whole, not
-by a digest, so a hit is never a collision. The first link of a chain is a root that stands for one version of the weights;
-after a change of weights there is a new root, and nothing that was computed under the old one can be found again.
+by a digest, so a hit is never a collision. The first link of a chain is a root that stands for one version of the weights
+under one adapter, or under none; after a change of weights there are new roots, and nothing that was computed before is found.
 
 A block is free (in nobody's use, content worthless), cached (in nobody's use, but found by its chain until its place is
 needed), or held by one or more rows.
@@ -46,8 +46,12 @@ class BlockPool:
     True
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool = True) -> None:
+        """
+        Args:
+            reuse: False where a block's content is nothing that another row could go on from: none is ever found.
+        """
+        self.num_blocks, self.block_size, self._reuse = num_blocks, block_size, reuse
         self._holders = [0] * num_blocks
         self._last_chain: ChainId = 0
         self._free: list[int] = []
@@ -57,8 +61,23 @@ class BlockPool:
         self._chain: dict[int, ChainId] = {}
         self._children: dict[ChainId, dict[int, None]] = {}
         self._unwritten: set[int] = set()
-        self.root: ChainId = 0
+        self._roots: dict[int, ChainId] = {}
         self.forget_all()
+
+    @property
+    def root(self) -> ChainId:
+        """Of the weights without an adapter."""
+        return self.root_of(0)
+
+    def root_of(self, adapter: int) -> ChainId:
+        """Where the chains of an adapter begin; 0 is none."""
+        if adapter not in self._roots:
+            self._roots[adapter] = self._new_chain()
+        return self._roots[adapter]
+
+    def forget_adapter(self, adapter: int) -> None:
+        """Nothing that was computed under it is found any more; its blocks are taken when their turn comes."""
+        self._roots.pop(adapter, None)
 
     @property
     def available(self) -> int:
@@ -66,7 +85,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def forget_all(self) -> None:
-        """Starts a new root. Rows keep their blocks; nothing is found by content any more.
+        """Starts new roots. Rows keep their blocks; nothing is found by content any more.
 
         The free blocks are put in order, so that what follows depends on nothing that was before, unless rows hold some.
         """
@@ -76,7 +95,7 @@ class BlockPool:
         self._chain.clear()
         self._children.clear()
         self._unwritten.clear()
-        self.root = self._new_chain()
+        self._roots.clear()
         self._free = [block for block in reversed(range(self.num_blocks)) if not self._holders[block]]
 
     def take(self) -> int:
@@ -122,6 +141,8 @@ class BlockPool:
         Fewer tokens than a block has, for a row that ended there, can be found as a tail. When another block is known for the
         same content, that one stays known, and its chain is returned.
         """
+        if not self._reuse:
+            return chain
         key = (chain, tokens)
         known = self._by_content.get(key)
         if known is not None:
@@ -138,13 +159,14 @@ class BlockPool:
         """All that was remembered is in the cache's memory now, and may be copied."""
         self._unwritten.clear()
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest known prefix of ``tokens``, but never all of them: one must be computed to know what follows.
+    def match(self, tokens: Sequence[int], adapter: int = 0) -> Match:
+        """The longest prefix of ``tokens`` that is known under the adapter, but never all of them: one must be computed to know
+        what follows.
 
         The full blocks come held; of a block that agrees only in part, the number of its leading tokens that do.
         """
         size, limit = self.block_size, len(tokens) - 1
-        found = Match(chain=self.root)
+        found = Match(chain=self.root_of(adapter))
         at = 0
         while at + size <= limit:
             block = self._by_content.get((found.chain, tuple(tokens[at : at + size])))

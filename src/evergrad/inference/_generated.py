@@ -5,13 +5,13 @@ A piece has the shape of the whole answer, and holds only what is new since the 
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from evergrad.inference._spans import joined
+from evergrad.inference._web import sse
 from evergrad.inference.engine import Event
 from evergrad.types import PolicySpan
 
@@ -32,14 +32,23 @@ class Answer:
             self.last = event
 
 
-def whole(answer_id: str, num_prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The answer to a request, once all its completions have ended."""
+def whole(
+    answer_id: str, prompt: Sequence[int], answers: Sequence[Answer], prompt_logprobs: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """The answer to a request, once all its completions have ended.
+
+    ``prompt_logprobs`` are of each token of the prompt but the first, which nothing precedes.
+    """
     choices = []
     for index, answer in enumerate(answers):
         assert answer.last is not None, "a completion has no end"
         spans = answer.last.policy_spans
         choices.append(_choice(index, answer.token_ids, answer.logprobs, spans, answer.last.finish_reason))
-    return {"id": answer_id, "choices": choices, "usage": usage(num_prompt_tokens, answers)}
+    body: dict[str, Any] = {"id": answer_id, "choices": choices, "usage": usage(len(prompt), answers)}
+    if prompt_logprobs is not None:
+        pairs = zip(prompt[1:], prompt_logprobs, strict=True)
+        body["prompt_logprobs"] = [None, *({"token_id": token, "logprob": logprob} for token, logprob in pairs)]
+    return body
 
 
 async def pieces(
@@ -86,9 +95,12 @@ def usage(num_prompt_tokens: int, answers: Iterable[Answer]) -> dict[str, Any]:
     }
 
 
-def sse(data: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+def total(usages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of several prompts together."""
+    each = list(usages)
+    cached = sum(one["prompt_tokens_details"]["cached_tokens"] for one in each)
+    keys = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return {**{key: sum(one[key] for one in each) for key in keys}, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _choice(

@@ -38,6 +38,8 @@ class StepLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._running: dict[str, tuple[str | None, int]] = {}
+        self._paused = False
+        self._drains: list[Future[None]] = []
         self._busy_since: float | None = None
         self._longest_step_s = 0.0
         self.error: Exception | None = None
@@ -75,6 +77,48 @@ class StepLoop:
 
     def abort(self, request_id: str) -> Future[None]:
         return self.call(lambda: self._after(self.engine.abort(request_id)))
+
+    def end_all(self) -> None:
+        """Ends every request where it is. Only for functions that :meth:`call` runs."""
+        self._after(self.engine.abort_all())
+
+    def drain(self) -> Future[None]:
+        """Lets nothing begin any more; the future is done once all that had begun has ended. Undone by :meth:`resume`."""
+        drained: Future[None] = Future()
+
+        def run() -> None:
+            self.engine.hold()
+            self._drains.append(drained)
+
+        self.call(run).add_done_callback(lambda done: _pass_failure(done, drained))
+        return drained
+
+    def admit(self) -> Future[None]:
+        """Ends what :meth:`drain` began."""
+        return self.call(self.engine.admit)
+
+    def pause(self, *, ending_all: bool = False) -> Future[None]:
+        """Takes no step any more; everything that waits or runs stays as it is, or ends where it is."""
+
+        def run() -> None:
+            self._paused = True
+            if ending_all:
+                self.end_all()
+
+        return self.call(run)
+
+    def resume(self) -> Future[None]:
+        """Ends what :meth:`pause` and :meth:`drain` began."""
+
+        def run() -> None:
+            self._paused = False
+            self.engine.admit()
+
+        return self.call(run)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
 
     def open_sessions(self, session_ids: Iterable[str]) -> Future[None]:
         ids = list(session_ids)
@@ -115,6 +159,7 @@ class StepLoop:
         try:
             while not self._stopping:
                 self._run_calls()
+                self._end_drains()
                 if not self._may_step():
                     continue
                 self._busy_since = time.monotonic()
@@ -154,11 +199,19 @@ class StepLoop:
                 future.set_exception(error)
             self._busy_since = None
 
+    def _end_drains(self) -> None:
+        if self._drains and self.engine.drained:
+            drains, self._drains = self._drains, []
+            for drained in drains:
+                if drained.set_running_or_notify_cancel():
+                    drained.set_result(None)
+
     def _may_step(self) -> bool:
         with self._wake:
             if self._calls or self._stopping:
                 return False
-            wait_s = self.lockstep.wait_s(time.monotonic()) if self.engine.has_work else None
+            may = self.engine.has_work and not self._paused
+            wait_s = self.lockstep.wait_s(time.monotonic()) if may else None
             if wait_s is None or wait_s > 0:
                 self._wake.wait(wait_s)
                 return False
@@ -182,9 +235,17 @@ class StepLoop:
         with self._wake:
             self._stopping = True
             calls, self._calls = self._calls, deque()
-        for _, future in calls:
+            drains, self._drains = self._drains, []
+        for future in [future for _, future in calls] + drains:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._dead())
 
     def _dead(self) -> EngineError:
         return EngineError(f"the engine stopped: {self.error or 'shutting down'}", hint="start it again")
+
+
+def _pass_failure(done: Future[Any], waiting: Future[Any]) -> None:
+    """A call that could not even be made is never answered otherwise."""
+    error = done.exception()
+    if error is not None and not waiting.done():
+        waiting.set_exception(error)

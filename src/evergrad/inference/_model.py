@@ -8,7 +8,7 @@ replaced; so it depends on nothing that was served in between.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ import torch
 from torch import nn
 
 from evergrad.config import nearest
-from evergrad.inference._attention import ATTENTION_NAME, PagedCache, StepPlan, paged_attention
+from evergrad.inference._adapters import Adapter, AdapterLayers
+from evergrad.inference._attention import ATTENTION_NAME, PagedCache, chunks_positions, paged_attention, plan_step
+from evergrad.inference._rows import Row
+from evergrad.inference._schedule import Chunk
 from evergrad.inference.config import EngineConfig, EngineError
+from evergrad.transfer.adapters import LoraPart
 from evergrad.transfer.proof import all_finite
 from evergrad.transfer.worker import pick_device
 
@@ -50,7 +54,14 @@ class TransposedEmbedding(nn.Embedding):
 class Model:
     """A causal language model over a paged cache."""
 
+    reuses_blocks = True
+    """What a block holds, another row can go on from."""
+
     def __init__(self, config: EngineConfig) -> None:
+        """
+        Raises:
+            EngineError: the folder holds no model, or one that cannot be computed this way.
+        """
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype)
         self._module = _load_module(Path(config.model), self.dtype, self.device)
@@ -62,19 +73,15 @@ class Model:
         self.max_len = min(config.max_model_len or limit, limit, config.kv_cache_tokens)
         self.has_windows = getattr(text, "sliding_window", None) is not None
         self.eos_token_ids = _eos_token_ids(self._module)
-        heads = text.num_attention_heads
-        self.cache = PagedCache(
-            num_layers=text.num_hidden_layers,
-            num_slots=config.kv_cache_tokens // config.block_size * config.block_size,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            dtype=self.dtype,
-            device=self.device,
-        )
         self._places = _parameter_places(self._module)
         self._base = {name: _get(places[0]) for name, places in self._places.items()}
         self._aliases = {alias: name for name, places in self._places.items() for alias in _names(places)}
-        self._attach()
+        self.adapters = AdapterLayers(self._module)
+        self._attach(config)
+
+    @property
+    def architecture(self) -> str:
+        return str(self._module.config.model_type)
 
     @property
     def base(self) -> Mapping[str, torch.Tensor]:
@@ -82,13 +89,14 @@ class Model:
         return {alias: self._base[name] for alias, name in self._aliases.items()}
 
     @torch.inference_mode()
-    def forward(self, token_ids: list[int], positions: Any, wanted: list[int], plan: StepPlan) -> torch.Tensor:
-        """Logits [len(wanted), V] after the tokens at the places ``wanted`` of the flat batch."""
-        self.cache.plan = plan
+    def forward(self, chunks: Sequence[Chunk], wanted: list[int]) -> torch.Tensor:
+        """Logits [len(wanted), V] after the tokens at the places ``wanted`` of the flat batch of all chunks."""
+        self.adapters.plan(chunks, wanted, self.device)
+        self.cache.plan = plan_step(chunks, self.device, self.has_windows)
         try:
             output = self._module(
-                input_ids=torch.tensor([token_ids], device=self.device),
-                position_ids=torch.as_tensor(positions, device=self.device)[None],
+                input_ids=torch.tensor([[token for chunk in chunks for token in chunk.token_ids]], device=self.device),
+                position_ids=torch.as_tensor(chunks_positions(chunks), device=self.device)[None],
                 logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
                 use_cache=False,
             )
@@ -96,6 +104,37 @@ class Model:
             self.cache.plan = None
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    @torch.inference_mode()
+    def score(self, row: Row, step: int) -> list[float]:
+        """Log-probability of each of the row's tokens but the first, at temperature 1; its blocks have room for them all.
+
+        Args:
+            step: Tokens that are computed at once.
+        """
+        found: list[float] = []
+        for start in range(0, len(row.tokens), step):
+            chunk = Chunk(row, start, min(len(row.tokens), start + step))
+            logits = self.forward([chunk], list(range(chunk.end - start)))
+            targets = torch.tensor(row.tokens[start + 1 : chunk.end + 1], dtype=torch.long, device=logits.device)
+            logprobs = torch.log_softmax(logits[: len(targets)].float(), dim=-1)
+            found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        return found
+
+    def copy_tokens(self, source: int, target: int, count: int) -> None:
+        """Copies what is kept of ``count`` consecutive tokens from one place of the cache to another."""
+        self.cache.copy_tokens(source, target, count)
+
+    def adopt(self, name: str, parts: Mapping[str, LoraPart]) -> Adapter:
+        """An adapter as this model needs it, for :meth:`AdapterLayers.cover`. May run while steps go on.
+
+        Raises:
+            EngineError: it cannot be added to the base.
+        """
+        return self.adapters.adopt(name, parts, self.dtype, self.device)
+
+    def fork(self, row: Row, child: Row) -> None:
+        """``child`` goes on from all that ``row`` has computed; its blocks say where that is."""
 
     def check(self, tensors: Mapping[str, torch.Tensor], *, whole: bool, known_finite: bool = False) -> dict[str, torch.Tensor]:
         """What :meth:`bind` needs: by canonical name, on the engine's device, in its dtype; no copy where that holds already.
@@ -140,7 +179,17 @@ class Model:
         targets = torch.tensor(tokens[1:], device=self.device)
         return tokens, torch.log_softmax(logits.float(), dim=-1).gather(1, targets[:, None])[:, 0].tolist()
 
-    def _attach(self) -> None:
+    def _attach(self, config: EngineConfig) -> None:
+        text = self._module.config.get_text_config()
+        heads = text.num_attention_heads
+        self.cache = PagedCache(
+            num_layers=text.num_hidden_layers,
+            num_slots=config.kv_cache_tokens // config.block_size * config.block_size,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            dtype=self.dtype,
+            device=self.device,
+        )
         self._module.config._attn_implementation = ATTENTION_NAME
         layers = 0
         for module in self._module.modules():

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from evergrad.inference._adapters import Adapter
 from evergrad.inference._blocks import ChainId
 from evergrad.inference._drafts import Lookup
+from evergrad.inference._grammar import Matcher
+from evergrad.inference._text import TextStream
 from evergrad.types import FinishReason, PolicySpan, Sampling
 
 Order = tuple[int, str, int, int]
@@ -34,6 +37,8 @@ class Sample:
     cached_tokens: int = 0
     """Prompt tokens that were not computed for this sample."""
     finish_reason: FinishReason | None = None
+    text: TextStream | None = None
+    """Watches for stop texts, where there are any."""
 
     def add(self, token_id: int, logprob: float, policy_version: int, room: int) -> None:
         """Takes one drawn token; ``room`` is how many more the context has space for after it."""
@@ -47,7 +52,9 @@ class Sample:
             self.spans[-1] = PolicySpan(policy_version, last.start, at + 1)
         else:
             self.spans.append(PolicySpan(policy_version, at, at + 1))
-        if token_id in self.sampling.stop_token_ids:
+        if self.text is not None:
+            self.text.add(token_id)
+        if token_id in self.sampling.stop_token_ids or (self.text is not None and self.text.stopped):
             self.finish_reason = FinishReason.STOP
         elif len(self.token_ids) >= self.sampling.max_tokens or room <= 0:
             self.finish_reason = FinishReason.LENGTH
@@ -66,12 +73,15 @@ class Distribution:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float = 0.0
+    grammar: tuple[str, int] | None = None
+    """What every completion must follow, and how many of the prompt's last tokens are already part of it."""
 
     @classmethod
-    def of(cls, sampling: Sampling) -> Distribution:
+    def of(cls, sampling: Sampling, grammar: tuple[str, int] | None = None) -> Distribution:
         if sampling.greedy:
-            return cls(0.0, 1.0, 0)
-        return cls(sampling.temperature, sampling.top_p, sampling.top_k)
+            return cls(0.0, 1.0, 0, 0.0, grammar)
+        return cls(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, grammar)
 
 
 @dataclass(eq=False)
@@ -84,6 +94,10 @@ class Row:
     samples: list[Sample]
     order: Order
     """Place in the queue; the smallest is served first."""
+    adapter: Adapter | None = None
+    """What is added to the base for this row."""
+    matcher: Matcher | None = None
+    """Where in its grammar the row is; None without one."""
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose keys and values are in ``blocks``."""
@@ -95,6 +109,11 @@ class Row:
     """What followed what in ``tokens``; made when first needed."""
     slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Place in the cache of each token that ``blocks`` has room for."""
+
+    @property
+    def started(self) -> bool:
+        """Whether anything was drawn for it."""
+        return len(self.tokens) > self.prompt_len
 
     @property
     def num_waiting(self) -> int:

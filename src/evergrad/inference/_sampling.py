@@ -5,7 +5,7 @@ Shape letters: R rows, V vocabulary, C chunks of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,8 @@ _CHUNK = 128
 
 
 class Draws:
-    """The distributions of a step's rows, after temperature, then top-k, then top-p.
+    """The distributions of a step's rows, after the tokens that a grammar allows, temperature, min-p, top-k and top-p: each
+    cuts what those before it left, as in vLLM, so that both engines draw from one distribution.
 
     For temperature 0, :meth:`draw` takes the largest, and :meth:`logprobs` are those of temperature 1, as other engines report
     them: the logarithm of one would say nothing.
@@ -24,9 +25,16 @@ class Draws:
     Args:
         logits: [R, V], left as they are.
         distributions: One per row.
+        allowed: By row, [V] bool, where not every token may be drawn.
     """
 
-    def __init__(self, logits: torch.Tensor, distributions: Sequence[Distribution]) -> None:
+    def __init__(
+        self, logits: torch.Tensor, distributions: Sequence[Distribution], allowed: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        if allowed:
+            logits = logits.clone()
+            for row, tokens in allowed.items():
+                logits[row].masked_fill_(~tokens.to(logits.device), float("-inf"))
         num_rows, vocabulary = logits.shape
         num_chunks = -(-vocabulary // _CHUNK)
         self._greedy = [one.temperature == 0.0 for one in distributions]
@@ -38,7 +46,7 @@ class Draws:
         self._divisors = torch.tensor([one.temperature or 1.0 for one in distributions], device=logits.device)
         if any(one.temperature not in (0.0, 1.0) for one in distributions):
             scores /= self._divisors[:, None]
-        cut = [row for row, one in enumerate(distributions) if one.top_k > 0 or one.top_p < 1.0]
+        cut = [row for row, one in enumerate(distributions) if one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0]
         if cut:
             scores[cut] = _truncate(scores[cut], [distributions[row] for row in cut])
         self._truncates = bool(cut)
@@ -95,7 +103,10 @@ def _truncate(scores: torch.Tensor, distributions: Sequence[Distribution]) -> to
     ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
     top_k = torch.tensor([min(one.top_k, vocabulary) or vocabulary for one in distributions], device=scores.device)
     top_p = torch.tensor([one.top_p for one in distributions], dtype=torch.float64, device=scores.device)
+    min_p = torch.tensor([one.min_p for one in distributions], dtype=torch.float64, device=scores.device)
     cut = torch.arange(vocabulary, device=scores.device) >= top_k[:, None]
+    # The logarithm of 0 is −inf, which cuts nothing.
+    cut |= (ordered - ordered[:, :1]).double() < min_p.log()[:, None]
     ordered = ordered.masked_fill(cut, float("-inf"))
     probabilities = torch.softmax(ordered.double(), dim=-1)
     # A token stays while those before it do not reach top_p yet; so the first always stays.

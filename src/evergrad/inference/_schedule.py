@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from evergrad.inference._adapters import Adapter
 from evergrad.inference._blocks import BlockPool, OutOfBlocks
 from evergrad.inference._drafts import Drafter, Guess, share_out
 from evergrad.inference._rows import Distribution, Order, Row, Sample
@@ -50,15 +51,30 @@ class Scheduler:
         self._draft_batch_tokens, self._max_len = config.draft_batch_tokens, max_len
         self.waiting: list[Row] = []
         self.running: list[Row] = []
-        self.num_preemptions = 0
-        self._joinable: dict[tuple[tuple[int, ...], Distribution], Row] = {}
+        self.admits_new = True
+        """False while rows for which nothing was drawn yet must wait."""
+        self.num_preemptions = self.num_cached = 0
+        self._joinable: dict[tuple[tuple[int, ...], Distribution, int], Row] = {}
 
-    def enqueue(self, token_ids: tuple[int, ...], distribution: Distribution, samples: list[Sample], order: Order) -> Row:
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.running or self._next_waiting() is not None)
+
+    def enqueue(
+        self,
+        token_ids: tuple[int, ...],
+        distribution: Distribution,
+        samples: list[Sample],
+        order: Order,
+        adapter: Adapter | None = None,
+    ) -> Row:
         """Puts samples in the queue: in the row of an equal request that waits too, else in a row of their own."""
-        row = self._joinable.get((token_ids, distribution))
+        key = (token_ids, distribution, _serial(adapter))
+        row = self._joinable.get(key)
         if row is None:
-            row = Row(list(token_ids), len(token_ids), distribution, [], order)
-            self._joinable[token_ids, distribution] = row
+            row = Row(list(token_ids), len(token_ids), distribution, [], order, adapter)
+            self._joinable[key] = row
             self.waiting.append(row)
         row.samples.extend(samples)
         row.order = min(row.order, order)
@@ -79,8 +95,9 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.end - chunk.start
         self.waiting.sort(key=lambda row: row.order)
-        while self.waiting and budget > 0 and len(self.running) < self._max_rows:
-            chunk = self._admit(self.waiting[0], budget)
+        while budget > 0 and len(self.running) < self._max_rows:
+            first = self._next_waiting()
+            chunk = None if first is None else self._admit(first, budget)
             if chunk is None:
                 break
             chunks.append(chunk)
@@ -93,7 +110,7 @@ class Scheduler:
 
         Without room for one more, the new row waits, and finds its blocks again then.
         """
-        child = Row([*row.tokens], row.prompt_len, row.distribution, [], row.order)
+        child = Row([*row.tokens], row.prompt_len, row.distribution, [], row.order, row.adapter)
         child.lookup = None if row.lookup is None else row.lookup.copy()
         child.extend(token_ids)
         full, rest = divmod(num_computed, self.pool.block_size)
@@ -140,6 +157,9 @@ class Scheduler:
                 self._release(row)
                 self.waiting.append(row)
 
+    def _next_waiting(self) -> Row | None:
+        return next((row for row in self.waiting if self.admits_new or row.started), None)
+
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
         """Adds guesses where the step has room for them. They never make a row give way."""
         guesses: dict[int, Guess] = {}
@@ -149,7 +169,8 @@ class Scheduler:
                 max((sample.sampling.max_tokens - len(sample.token_ids) for sample in chunk.row.samples), default=0),
                 self._max_len - len(chunk.row.tokens),
             )
-            if chunk.draws and room > 1:
+            # A grammar's masks are made one token at a time.
+            if chunk.draws and room > 1 and chunk.row.matcher is None:
                 guess = self._drafter.guess(chunk.row.own_lookup(), chunk.row.tokens, room - 1)
                 if guess is not None:
                     guesses[place] = guess
@@ -179,7 +200,7 @@ class Scheduler:
         return self._chunk(row, end)
 
     def _admit(self, row: Row, budget: int) -> Chunk | None:
-        match = self.pool.match(row.tokens)
+        match = self.pool.match(row.tokens, _serial(row.adapter))
         size = self.pool.block_size
         # Room for the whole row now, not only for its first piece: else two long prompts could starve each other.
         missing = -(-(len(row.tokens) + 1) // size) - len(match.blocks)
@@ -207,7 +228,7 @@ class Scheduler:
         return self._chunk(row, end)
 
     def _unlist(self, row: Row) -> None:
-        key = (tuple(row.tokens), row.distribution)
+        key = (tuple(row.tokens), row.distribution, _serial(row.adapter))
         if self._joinable.get(key) is row:
             del self._joinable[key]
         # Requests may have come in any order; what is computed must not depend on it.
@@ -218,6 +239,7 @@ class Scheduler:
             if not sample.token_ids and not sample.cached_tokens:
                 # The first of a group pays for the prompt, the others ride along.
                 sample.cached_tokens = min(row.num_computed, row.prompt_len) if place == 0 else row.prompt_len
+                self.num_cached += sample.cached_tokens
 
     def _chunk(self, row: Row, end: int) -> Chunk:
         size = self.pool.block_size
@@ -243,3 +265,7 @@ class Scheduler:
     def _release(self, row: Row) -> None:
         self.pool.drop(row.blocks)
         row.clear_blocks()
+
+
+def _serial(adapter: Adapter | None) -> int:
+    return 0 if adapter is None else adapter.serial

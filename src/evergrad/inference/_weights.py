@@ -5,13 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlparse
+from typing import Any, Literal
 
+from evergrad.inference._folders import local_folder
 from evergrad.inference._loop import StepLoop
 from evergrad.inference.config import EngineError
 from evergrad.transfer import Receiver, load_tensors, merged_tensors, open_receiver
+
+Mode = Literal["keep", "drain", "abort"]
+"""What becomes of the requests that run when weights change. ``keep``: they go on, and their spans say which version drew what.
+``drain``: they end first under the old version, and those that have drawn nothing yet wait for the new one. ``abort``: they end
+where they are."""
+
+DRAIN_S = 600.0
+"""How long a draining update waits."""
 
 
 class WeightUpdates:
@@ -42,12 +51,15 @@ class WeightUpdates:
             self._receiver, self._adapter = receiver, descriptor.get("adapter")
             return {"tensors": len(receiver.layout.tensors), "layout_hash": receiver.layout.hash}
 
-    def update(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    def update(self, manifest: Mapping[str, Any], mode: Mode = "keep") -> dict[str, Any]:
         """Takes the version that ``manifest`` names from the attached publisher.
+
+        Args:
+            mode: What becomes of the requests that run: see :data:`Mode`.
 
         Raises:
             EngineError, TransferError: nothing attached, another layout, a publisher that is gone, a checksum or a tensor that
-                does not fit.
+                does not fit, or requests that do not end.
         """
         with self._one_at_a_time:
             started = time.perf_counter()
@@ -61,35 +73,50 @@ class WeightUpdates:
                 receipt = receiver.receipt()
                 self._stage_in_engine(receiver)
                 policy_version = int(manifest["policy_version"])
-                pause_s = self._commit(policy_version)
+                pause = self._commit(policy_version, mode)
             except BaseException:
                 receiver.abort()
                 raise
             receiver.commit()
             self._let_go_of_others(receiver)
-            return {**_report(policy_version, pause_s, started), "transfer": receipt.as_dict()}
+            return {**_report(policy_version, pause, started), "transfer": receipt.as_dict()}
 
-    def load(self, weights_uri: str, policy_version: int, on_commit: Callable[[], None]) -> dict[str, Any]:
+    def load(self, weights_uri: str, policy_version: int, on_commit: Callable[[], None], mode: Mode = "keep") -> dict[str, Any]:
         """Reads whole weights, or an adapter over the engine's base, from a folder.
 
         Args:
             on_commit: Called between the same two steps.
+            mode: What becomes of the requests that run: see :data:`Mode`.
 
         Raises:
-            EngineError, TransferError: not a local folder, a damaged file, or tensors that do not fit.
+            EngineError, TransferError: not a local folder, a damaged file, tensors that do not fit, or requests that
+                do not end.
         """
         with self._one_at_a_time:
             started = time.perf_counter()
-            folder, engine = _local_folder(weights_uri), self._loop.engine
+            folder, engine = local_folder(weights_uri), self._loop.engine
             if folder.resolve() == Path(engine.config.model).resolve():
                 engine.stage_base()
             elif (folder / "adapter_config.json").is_file():
                 engine.stage_weights(dict(merged_tensors(engine.model.base, folder, engine.config.model)))
             else:
                 engine.stage_weights(load_tensors(folder), whole=True)
-            pause_s = self._commit(policy_version, on_commit)
+            pause = self._commit(policy_version, mode, on_commit)
             self._let_go_of_others(None)
-            return _report(policy_version, pause_s, started)
+            return _report(policy_version, pause, started)
+
+    def load_adapter(self, name: str, folder_uri: str) -> dict[str, Any]:
+        """Reads an adapter in PEFT layout, to be served beside the base under ``name``.
+
+        Raises:
+            EngineError, TransferError: not a local folder, a damaged file, or an adapter that does not fit the base.
+        """
+        with self._one_at_a_time:
+            started = time.perf_counter()
+            engine = self._loop.engine
+            adapter = engine.read_adapter(name, local_folder(folder_uri))
+            self._loop.call(lambda: engine.add_adapter(adapter)).result()
+            return {"adapters": sorted(engine.adapters), "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
         for receiver in {self._receiver, self._live} - {None}:
@@ -104,15 +131,30 @@ class WeightUpdates:
         else:
             engine.stage_weights(tensors, known_finite=True)  # the receiver has looked
 
-    def _commit(self, policy_version: int, on_commit: Callable[[], None] | None = None) -> float:
+    def _commit(self, policy_version: int, mode: Mode, on_commit: Callable[[], None] | None = None) -> dict[str, float]:
+        loop, started = self._loop, time.perf_counter()
+
         def commit() -> float:
-            started = time.perf_counter()
-            self._loop.engine.commit(policy_version)
+            begun = time.perf_counter()
+            if mode == "abort":
+                loop.end_all()
+            loop.engine.commit(policy_version)
             if on_commit is not None:
                 on_commit()
-            return time.perf_counter() - started
+            return time.perf_counter() - begun
 
-        return self._loop.call(commit).result()
+        if mode != "drain":
+            return {"pause_s": loop.call(commit).result()}
+        if loop.paused:
+            raise EngineError("a paused engine cannot drain", hint="POST /admin/resume first, or use another mode")
+        try:
+            loop.drain().result(DRAIN_S)
+            drain_s = time.perf_counter() - started
+            return {"pause_s": loop.call(commit).result(), "drain_s": drain_s}
+        except FuturesTimeout as error:
+            raise EngineError(f"requests did not end within {DRAIN_S:.0f} s", hint="use mode 'keep' or 'abort'") from error
+        finally:
+            loop.admit()
 
     def _let_go_of_others(self, live: Receiver | None) -> None:
         if self._live is not None and self._live is not live and self._live is not self._receiver:
@@ -120,15 +162,5 @@ class WeightUpdates:
         self._live = live
 
 
-def _report(policy_version: int, pause_s: float, started: float) -> dict[str, Any]:
-    return {"policy_version": policy_version, "pause_s": pause_s, "seconds": time.perf_counter() - started}
-
-
-def _local_folder(uri: str) -> Path:
-    parsed = urlparse(uri)
-    if parsed.scheme not in ("", "file"):
-        raise EngineError(f"weights at '{parsed.scheme}://' cannot be read", where=uri, hint="give a local folder")
-    folder = Path(unquote(parsed.path) if parsed.scheme else uri)
-    if not folder.is_dir():
-        raise EngineError("no such folder", where=uri)
-    return folder
+def _report(policy_version: int, pause: Mapping[str, float], started: float) -> dict[str, Any]:
+    return {"policy_version": policy_version, **pause, "seconds": time.perf_counter() - started}

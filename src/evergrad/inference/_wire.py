@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from evergrad.config import Config, ConfigError, parse_config
+from evergrad.inference._grammar import json_grammar
 from evergrad.types import Sampling
 
 BodyT = TypeVar("BodyT", bound=Config)
+UpdateMode = Literal["keep", "drain", "abort"]
 
 MIN_TEMPERATURE = 1e-4
 """Below it, and above 0, logits divided by it leave the range of single precision."""
 
 _MAX_COMPLAINT = 1_000
-_NO_TOOLS = "is not supported: the agent's tools stand in its system message"
-_NO_CALLS = "is not supported: a call is the assistant's content, such as find(item=rope)"
-_UNSUPPORTED = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "parallel_tool_calls": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
-}
-_UNSUPPORTED_IN_MESSAGE = {"tool_calls": _NO_CALLS, "function_call": _NO_CALLS}
 
 
 def _drawable(temperature: float) -> float:
@@ -37,26 +29,84 @@ def _drawable(temperature: float) -> float:
 Temperature = Annotated[StrictFloat, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_drawable)]
 TopP = Annotated[StrictFloat, Field(gt=0, le=1)]
 TopK = Annotated[StrictInt, Field(ge=-1)]
+MinP = Annotated[StrictFloat, Field(ge=0, le=1)]
 Count = Annotated[StrictInt, Field(ge=1)]
 Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 
 
-class SamplingParams(Config):
-    """How to draw, in the words of ``/inference/v1/generate``."""
+class Explains:
+    """A body that says in words what it does not have, instead of by the nearest spelling."""
 
-    max_tokens: Count = 16
+    @classmethod
+    def explain(cls, data: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: ``data`` has something of the kind.
+        """
+
+
+class StructuredOutputs(Config):
+    """What a completion must follow; one of the two."""
+
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="json", default=None)]
+    """JSON Schema."""
+    grammar: StrictStr | None = None
+    """In llguidance's Lark dialect."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.json_schema is None) == (self.grammar is None):
+            raise ValueError("give either json or grammar")
+        return self
+
+    def as_grammar(self) -> str:
+        return self.grammar if self.grammar is not None else json_grammar(self.json_schema)
+
+
+class Drawing(Config):
+    """How tokens are drawn, in every body that asks for completions."""
+
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
     """0 and −1 keep all."""
+    min_p: MinP = 0.0
+    """Least probability that is kept, as a share of the likeliest token's."""
     seed: Seed | None = None
+    stop: StrictStr | tuple[StrictStr, ...] = ()
+    """Texts that end the completion; the token that completes one is its last."""
     stop_token_ids: tuple[StrictInt, ...] = ()
+
+    def stop_texts(self) -> tuple[str, ...]:
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return tuple(text for text in texts if text)
+
+    def sampling(self, max_tokens: int, more_stop_token_ids: Iterable[int] = ()) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*self.stop_token_ids, *more_stop_token_ids))),
+            stop=self.stop_texts(),
+            seed=self.seed,
+        )
+
+
+class SamplingParams(Drawing):
+    """How to draw, in the words of ``/inference/v1/generate``."""
+
+    max_tokens: Count = 16
     n: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
     logprobs: Annotated[StrictInt, Field(ge=0, le=1)] = 1
     """Accepted for compatibility; the drawn token's is always there."""
+    prompt_logprobs: Annotated[StrictInt, Field(ge=0, le=1)] | None = None
+    """With a number, those of the prompt's tokens too, at temperature 1."""
+    structured_outputs: StructuredOutputs | None = None
 
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, max(0, self.top_k), self.max_tokens, self.stop_token_ids, self.seed)
+    def grammar(self) -> str | None:
+        return None if self.structured_outputs is None else self.structured_outputs.as_grammar()
 
 
 class GenerateBody(Config):
@@ -72,65 +122,6 @@ class GenerateBody(Config):
     """How many of the last ``token_ids`` an earlier try drew: a seed's draws go on after them."""
 
 
-class TextPart(Config):
-    """A piece of a message's content."""
-
-    type: StrictStr
-    text: StrictStr
-
-
-class ChatMessage(Config):
-    """A message as the OpenAI wire has it."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: StrictStr | tuple[TextPart, ...] | None = None
-    name: StrictStr | None = None
-    tool_call_id: StrictStr | None = None
-
-    def text(self) -> str:
-        if isinstance(self.content, tuple):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-class StreamOptions(Config):
-    """What a stream says besides its tokens."""
-
-    include_usage: StrictBool = False
-
-
-class ChatBody(Config):
-    """``POST /v1/chat/completions``: what the engine honours, then what it only accepts at its neutral value."""
-
-    model: StrictStr
-    messages: tuple[ChatMessage, ...]
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
-    seed: Seed | None = None
-    stop: StrictStr | tuple[StrictStr, ...] = ()
-    stop_token_ids: tuple[StrictInt, ...] = ()
-    stream: StrictBool = False
-    stream_options: StreamOptions = StreamOptions()
-    logprobs: StrictBool = False
-    session_id: StrictStr | None = None
-    user: StrictStr | None = None
-    metadata: Annotated[dict[str, Any], Field(default_factory=dict)]
-    store: StrictBool = False
-    presence_penalty: Annotated[StrictFloat, Field(ge=0, le=0)] = 0.0
-    frequency_penalty: Annotated[StrictFloat, Field(ge=0, le=0)] = 0.0
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=0)] = 0
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0, default_factory=dict)]
-    tools: Annotated[tuple[Any, ...], Field(max_length=0)] = ()
-
-    def stop_texts(self) -> tuple[str, ...]:
-        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
-        return tuple(text for text in texts if text)
-
-
 class AttachBody(Config):
     """``POST /admin/weights/attach``: a publisher's slot descriptor."""
 
@@ -141,6 +132,7 @@ class UpdateBody(Config):
     """``POST /admin/weights/update``: a manifest of the attached publisher."""
 
     manifest: dict[str, Any]
+    mode: UpdateMode = "keep"
 
 
 class LoadBody(Config):
@@ -149,12 +141,34 @@ class LoadBody(Config):
     weights_uri: StrictStr
     policy_version: StrictInt
     served_names: tuple[StrictStr, ...] | None = None
+    mode: UpdateMode = "keep"
+
+
+class AdapterBody(Config):
+    """``POST /admin/adapters/load``: a PEFT folder, and the name under which it is asked for."""
+
+    name: Annotated[StrictStr, Field(min_length=1)]
+    path: StrictStr
+
+
+class AdapterName(Config):
+    """``POST /admin/adapters/drop``."""
+
+    name: StrictStr
+
+
+class PauseBody(Config):
+    """``POST /admin/pause``."""
+
+    mode: UpdateMode = "keep"
+    """What becomes of the requests that run: they stay as they are, end first, or end at once."""
 
 
 class TokensBody(Config):
     """``POST /admin/logprobs``."""
 
     token_ids: tuple[StrictInt, ...]
+    adapter: StrictStr | None = None
 
 
 class SessionsBody(Config):
@@ -170,8 +184,8 @@ def parse_body(model: type[BodyT], data: Any) -> BodyT:
     """
     if not isinstance(data, Mapping):
         raise ConfigError("the body must be a JSON object", where="request body")
-    if model is ChatBody:
-        _check_chat(data)
+    if issubclass(model, Explains):
+        model.explain(data)
     try:
         return parse_config(model, _without_nulls(data), where="request body")
     except ConfigError as error:
@@ -179,23 +193,14 @@ def parse_body(model: type[BodyT], data: Any) -> BodyT:
         raise ConfigError(what, where="request body", key=error.key) from error
 
 
-def _check_chat(data: Mapping[str, Any]) -> None:
-    """What OpenAI's wire has and this one does not, said in words instead of by the nearest spelling."""
-    messages = data.get("messages")
-    if messages == []:
-        what = "messages is empty: give at least one, such as {role: user, content: …}"
-        raise ConfigError(what, where="request body", key="messages")
-    asked = [(key, complaint) for key, complaint in _UNSUPPORTED.items() if data.get(key)]
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        if isinstance(message, Mapping):
-            asked += [(f"messages.{index}.{key}", why) for key, why in _UNSUPPORTED_IN_MESSAGE.items() if message.get(key)]
-    if asked:
-        raise ConfigError(" ".join(asked[0]), where="request body", key=asked[0][0])
+_VERBATIM = ("json", "schema", "parameters", "metadata")
+"""Keys below which a null is a value."""
 
 
 def _without_nulls(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _without_nulls(value) for key, value in data.items() if value is not None}
+        kept = ((key, value) for key, value in data.items() if value is not None)
+        return {key: value if key in _VERBATIM else _without_nulls(value) for key, value in kept}
     if isinstance(data, list) and dict in map(type, data):  # most lists are thousands of token ids
         return [_without_nulls(item) if isinstance(item, dict) else item for item in data]
     return data

@@ -293,7 +293,9 @@ def _body(prompt_token_ids: Sequence[int], sampling: Sampling, session_id: str |
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "seed": sampling.seed,
+        "stop": sampling.stop,
         "stop_token_ids": sampling.stop_token_ids,
     }
     return {"token_ids": list(prompt_token_ids), "sampling_params": params, "session_id": session_id}

@@ -58,5 +58,5 @@ class EngineConfig(Config):
     than a busy machine is late, since what is sampled without a session that comes after all does not repeat."""
     admission_delay_s: float = Field(default=0.002, ge=0)
     """How long an idle engine waits for more requests after the first, so that equal ones share a row."""
-    stuck_after_s: float = Field(default=5.0, gt=0)
+    stuck_after_s: float = Field(default=4.0, gt=0)
     """A step that takes longer than this, and than five times the longest one before, counts as stuck."""

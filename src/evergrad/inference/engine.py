@@ -10,62 +10,38 @@ Between two steps weights may change (:meth:`Engine.commit`): rows go on, their 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from evergrad.inference._attention import chunks_positions, plan_step
+from evergrad.config import nearest
+from evergrad.inference._adapters import Adapter
 from evergrad.inference._blocks import BlockPool
 from evergrad.inference._drafts import CONTEXT, Drafter
+from evergrad.inference._grammar import Grammars, Matcher, advanced
+from evergrad.inference._loading import load_model
 from evergrad.inference._model import Model
+from evergrad.inference._requests import (
+    Event,
+    Request,
+    RequestError,
+    check_request,
+    check_tokens,
+    closing,
+    derived_seed,
+    progress,
+    sample_of,
+)
 from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
 from evergrad.inference._schedule import Chunk, Scheduler
+from evergrad.inference._text import TokenText
 from evergrad.inference.config import EngineConfig, EngineError
-from evergrad.types import FinishReason, PolicySpan, Sampling
+from evergrad.transfer.adapters import adapter_parts
+from evergrad.types import FinishReason
 
-
-class RequestError(EngineError):
-    """A request that can never be served as it is."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """``n`` completions of one prompt.
-
-    Completion 0 draws by ``sampling.seed`` itself, the others by seeds derived from it, so that they differ.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    sampling: Sampling
-    session_id: str | None = None
-    n: int = 1
-    drawn: int = 0
-    """How many of the last ``token_ids`` an earlier try at this request drew. With a seed, the same tokens follow as would
-    have followed there."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a step, or an abort, did to one completion."""
-
-    request_id: str
-    index: int
-    token_id: int | None
-    """None only when a completion ends without a further token: aborted or failed."""
-    logprob: float = 0.0
-    policy_version: int = 0
-    """Of the weights that drew the token."""
-    finish_reason: FinishReason | None = None
-    policy_spans: tuple[PolicySpan, ...] = ()
-    """Of the whole completion; only on its last event."""
-    cached_tokens: int = 0
-    """Prompt tokens that were not computed for it; only on its last event."""
-    error: str | None = None
-    """Why it failed: the model gave no usable distribution."""
+__all__ = ["Engine", "Event", "Request", "RequestError"]
 
 
 class Engine:
@@ -76,30 +52,42 @@ class Engine:
     >>> events = [event for _ in range(4) for event in engine.step()]  # doctest: +SKIP
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, model: Model | None = None) -> None:
         """
+        Args:
+            model: The loaded model; None loads the configuration's.
+
         Raises:
             EngineError: the folder holds no model that can be served, or the device cannot be used.
         """
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.model = Model(config)
+        self.model, self.notice = load_model(config) if model is None else (model, None)
+        """``notice`` says what is lost with this model, compared to those that the engine computes itself."""
         self.policy_version = config.policy_version
-        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size)
-        self._drafter = Drafter(config.draft_tokens)
-        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, self.model.max_len)
+        self.text = TokenText(Path(config.model))
+        self.adapters: dict[str, Adapter] = {}
         self._owners: dict[str, dict[int, Row]] = {}
         self._arrivals = 0
         self._session_requests: dict[str, int] = {}
         self._staged: dict[str, torch.Tensor] | None = None
         self.num_steps = self.num_drawn = self.num_computed = 0
         self.num_drafted = self.num_accepted = 0
-        self._prove_itself()
+        self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size, reuse=self.model.reuses_blocks)
+        self._drafter = Drafter(config.draft_tokens if self.model.reuses_blocks else 0)
+        self._scheduler = Scheduler(self._pool, self._drafter, self._copy_block, config, self.model.max_len)
+        self._grammars = Grammars(self.text, self.model.vocab_size, self.model.eos_token_ids)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        """Whether a step would do anything."""
+        return self._scheduler.has_work
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is left of what had begun; with :meth:`hold`, nothing runs any more."""
+        return not self._scheduler.running and not any(row.started for row in self._scheduler.waiting)
 
     @property
     def num_running(self) -> int:
@@ -116,6 +104,11 @@ class Engine:
         return self._scheduler.num_preemptions
 
     @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed, over all samples."""
+        return self._scheduler.num_cached
+
+    @property
     def kv_usage(self) -> float:
         """Share of the cache's blocks that rows hold; the others are free, or kept for reuse alone."""
         return 1.0 - self._pool.available / self._pool.num_blocks
@@ -126,7 +119,11 @@ class Engine:
         Raises:
             RequestError: an empty or over-long prompt, a token outside of the vocabulary, or an id that is in use.
         """
-        self._check(request)
+        if request.request_id in self._owners:
+            raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
+        check_request(request, self.model)
+        adapter = self._adapter(request.adapter)
+        matcher = self._matcher(request)
         self._arrivals += 1
         session = request.session_id
         group = (1, "", self._arrivals)
@@ -136,20 +133,30 @@ class Engine:
             group = (0, session, self._session_requests[session])
         seed = request.sampling.seed
         if seed is None:
-            seed = _derived_seed(self.config.seed, *group)
-        samples = [
-            Sample(
-                request.request_id,
-                index,
-                request.sampling,
-                seed if index == 0 else _derived_seed(seed, index),
-                (*group, index),
-                request.drawn,
-            )
-            for index in range(request.n)
-        ]
-        row = self._scheduler.enqueue(request.token_ids, Distribution.of(request.sampling), samples, samples[0].order)
+            seed = derived_seed(self.config.seed, *group)
+        samples = [sample_of(request, index, seed, group, self.text) for index in range(request.n)]
+        distribution = Distribution.of(request.sampling, (request.grammar, request.drawn) if request.grammar else None)
+        row = self._scheduler.enqueue(request.token_ids, distribution, samples, samples[0].order, adapter)
+        row.matcher = row.matcher or matcher
         self._owners[request.request_id] = dict.fromkeys(range(request.n), row)
+
+    def check_grammar(self, grammar: str) -> None:
+        """Compiles a grammar for the requests that bring it. May run in another thread while steps go on.
+
+        Raises:
+            RequestError: it cannot be used.
+        """
+        try:
+            self._grammars.start(grammar)
+        except EngineError as error:
+            raise RequestError(error.what, where=error.where, hint=error.hint) from error
+
+    def hold(self) -> None:
+        """From here on nothing begins; what has begun goes on. Undone by :meth:`admit`."""
+        self._scheduler.admits_new = False
+
+    def admit(self) -> None:
+        self._scheduler.admits_new = True
 
     def abort(self, request_id: str) -> list[Event]:
         """Ends what is left of a request; what it has drawn so far stays valid. Unknown ids are ignored."""
@@ -157,16 +164,20 @@ class Engine:
         for index, row in list(self._owners.get(request_id, {}).items()):
             sample = next(one for one in row.samples if one.request_id == request_id and one.index == index)
             sample.finish_reason = FinishReason.ABORT
-            events.append(_closing(sample))
+            events.append(closing(sample))
             self._leave(row, sample)
         return events
+
+    def abort_all(self) -> list[Event]:
+        """Ends everything that waits or runs."""
+        return [event for request_id in list(self._owners) for event in self.abort(request_id)]
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Computes one batch and draws the next token of every sample whose row is computed to its end."""
         chunks = self._scheduler.next_step()
         if not chunks:
-            if self._scheduler.waiting:
+            if self._scheduler.has_work:
                 raise EngineError("requests wait, and none can be started")
             return []
         drawing = [chunk for chunk in chunks if chunk.draws]
@@ -178,7 +189,7 @@ class Engine:
         return self._draw(drawing, logits) if drawing else []
 
     @torch.inference_mode()
-    def logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
+    def logprobs(self, token_ids: tuple[int, ...], adapter: str | None = None) -> list[float]:
         """Log-probability of each token but the first, given those before it, at temperature 1.
 
         Goes the way of a request (paged cache, live weights), but finds and leaves nothing in the prefix cache.
@@ -186,24 +197,16 @@ class Engine:
         Raises:
             RequestError: as :meth:`submit`.
         """
-        self._check(Request("", token_ids, Sampling()), prompt_only=True)
+        check_tokens(token_ids, self.model, room=0)
         size = self.config.block_size
-        row = Row(list(token_ids), len(token_ids), Distribution(1.0, 1.0, 0), [], (0, "", 0, 0))
+        row = Row(list(token_ids), len(token_ids), Distribution(1.0, 1.0, 0), [], (0, "", 0, 0), self._adapter(adapter))
         num_blocks = -(-len(token_ids) // size)
         self._scheduler.make_room(num_blocks)
         row.add_blocks([self._pool.take() for _ in range(num_blocks)], size)
-        found: list[float] = []
         try:
-            step = self.config.max_batch_tokens
-            for start in range(0, len(token_ids), step):
-                chunk = Chunk(row, start, min(len(token_ids), start + step))
-                logits = self._forward([chunk], every_token=True)
-                targets = torch.tensor(token_ids[start + 1 : chunk.end + 1], device=logits.device)
-                logprobs = torch.log_softmax(logits[: len(targets)].float(), dim=-1)
-                found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            return self.model.score(row, self.config.max_batch_tokens)
         finally:
             self._pool.drop(row.blocks)
-        return found
 
     def stage_weights(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False, known_finite: bool = False) -> None:
         """Checks new weights and keeps them for :meth:`commit`; on CPU, in the engine's dtype, they are not copied.
@@ -238,6 +241,32 @@ class Engine:
         # Guesses too: not a bit of what follows depends on what was asked under the old weights.
         self.reset_prefix_cache()
 
+    def read_adapter(self, name: str, folder: Path) -> Adapter:
+        """Reads an adapter in PEFT layout for :meth:`add_adapter`. May run in another thread while steps go on.
+
+        Raises:
+            EngineError, TransferError: a damaged file, or an adapter that does not fit the base.
+        """
+        return self.model.adopt(name, adapter_parts(self.model.base, folder, self.config.model))
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Serves it under its name, in place of one that had that: requests of that one go on with it. Between two steps."""
+        if adapter.name in self.adapters:
+            self.drop_adapter(adapter.name)
+        self.model.adapters.cover(adapter)
+        self.adapters[adapter.name] = adapter
+
+    def drop_adapter(self, name: str) -> None:
+        """Serves it no more; requests that have it go on with it.
+
+        Raises:
+            EngineError: there is none of that name.
+        """
+        adapter = self._adapter(name)
+        assert adapter is not None
+        del self.adapters[name]
+        self._pool.forget_adapter(adapter.serial)
+
     def reset_prefix_cache(self) -> None:
         """Forgets what was computed and guessed; without running rows, the engine is then as it was at its start."""
         self._scheduler.forget_prefixes()
@@ -252,56 +281,39 @@ class Engine:
         """Ends what :meth:`open_session` began; requests that run are not touched."""
         self._session_requests.pop(session_id, None)
 
-    def _prove_itself(self) -> None:
-        """Compares with transformers' own forward, so that a model that is computed wrongly is never served."""
-        tokens, expected = self.model.sample_logprobs
-        tokens = tokens[: self.model.max_len]
-        worst = max(abs(a - b) for a, b in zip(self.logprobs(tokens), expected, strict=False))
-        # Half precision rounds differently in different orders of summation.
-        limit = 1e-3 if self.model.dtype == torch.float32 else 0.5
-        if not worst < limit:
-            raise EngineError(
-                f"this model's log-probabilities differ from transformers' by {worst:.2g}",
-                where=self.config.model,
-                hint="its architecture is not one that the engine can serve",
-            )
-        self.num_computed = 0
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if name not in self.adapters:
+            raise RequestError(f"there is no adapter '{name}'", where="adapter", hint=nearest(name, self.adapters))
+        return self.adapters[name]
 
-    def _check(self, request: Request, prompt_only: bool = False) -> None:
-        count, limit = len(request.token_ids), self.model.max_len
-        if not count:
-            raise RequestError("the prompt is empty", where="token_ids")
-        if count + (not prompt_only) > limit:
-            raise RequestError(
-                f"the prompt has {count} tokens, and prompt and completion may have {limit} together", where="token_ids"
-            )
-        ends = min(request.token_ids), max(request.token_ids)
-        odd = next((one for one in ends if not 0 <= one < self.model.vocab_size), None)
-        if odd is not None:
-            raise RequestError(f"token {odd} is outside of the vocabulary of {self.model.vocab_size}", where="token_ids")
-        if not 0 <= request.drawn <= count:
-            raise RequestError(f"{request.drawn} of the prompt's {count} tokens cannot have been drawn before", where="drawn")
-        if request.request_id in self._owners:
-            raise RequestError(f"request '{request.request_id}' is already running", where="request_id")
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.grammar is None:
+            return None
+        self.check_grammar(request.grammar)
+        matcher = self._grammars.start(request.grammar)
+        matcher.advance(request.token_ids[len(request.token_ids) - request.drawn :])
+        if matcher.error is not None:
+            raise RequestError(f"what was drawn before does not follow the grammar: {matcher.error}", where="drawn")
+        return matcher
 
-    def _forward(self, chunks: list[Chunk], every_token: bool = False) -> torch.Tensor:
-        token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        if every_token:
-            wanted = list(range(len(token_ids)))
-        else:
-            wanted, at = [], 0
-            for chunk in chunks:
-                at += chunk.stop - chunk.start
-                if chunk.draws:
-                    wanted.extend(range(at - 1 - len(chunk.draft), at))
-        plan = plan_step(chunks, self.model.device, self.model.has_windows)
-        self.num_computed += len(token_ids)
-        return self.model.forward(token_ids, chunks_positions(chunks), wanted, plan)
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        wanted, at = list[int](), 0
+        for chunk in chunks:
+            at += chunk.stop - chunk.start
+            if chunk.draws:
+                wanted.extend(range(at - 1 - len(chunk.draft), at))
+        self.num_computed += at
+        return self.model.forward(chunks, wanted)
 
     def _draw(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
         """Draws for every sample at every position of its row's draft, then keeps what it would have drawn step by step."""
         positions = [(chunk, ahead) for chunk in chunks for ahead in range(len(chunk.draft) + 1)]
-        draws = Draws(logits, [chunk.row.distribution for chunk, _ in positions])
+        allowed = {
+            place: chunk.row.matcher.allowed() for place, (chunk, _) in enumerate(positions) if chunk.row.matcher is not None
+        }
+        draws = Draws(logits, [chunk.row.distribution for chunk, _ in positions], allowed)
         unusable = {chunk for place, (chunk, _) in enumerate(positions) if not draws.usable[place]}
         places = [place for place, (chunk, _) in enumerate(positions) if chunk not in unusable]
         asks = [(place, sample) for place in places for sample in positions[place][0].row.samples]
@@ -318,22 +330,27 @@ class Engine:
 
     def _fail(self, row: Row) -> list[Event]:
         events: list[Event] = []
+        reason = None if row.matcher is None else row.matcher.error
         for sample in list(row.samples):
             sample.finish_reason = FinishReason.ABORT
-            events.append(_closing(sample, error="the model gave values that are not finite"))
+            events.append(closing(sample, error=reason or "the model gave values that are not finite"))
             self._leave(row, sample)
         return events
 
     def _take(self, chunk: Chunk, drawn: Mapping[int, Sequence[tuple[int, float]]]) -> list[Event]:
         """Gives each sample of a row what it drew, up to where it leaves the draft; parts those that left it differently."""
         row, events = chunk.row, list[Event]()
+        after = advanced(row.matcher, (drawn[id(sample)][0][0] for sample in row.samples))
         parted: dict[tuple[int, ...], list[Sample]] = {}
         for sample in row.samples:
             taken: tuple[int, ...] = ()
             for token, logprob in drawn[id(sample)]:
                 room = self.model.max_len - len(row.tokens) - len(taken) - 1
                 sample.add(token, logprob, self.policy_version, room)
-                events.append(_progress(sample))
+                if after and after[token].ended and sample.finish_reason is None:
+                    # Too costly to follow is the other way for a grammar to end.
+                    sample.finish_reason = FinishReason.ABORT if after[token].error else FinishReason.STOP
+                events.append(progress(sample))
                 taken = (*taken, token)
                 if sample.finish_reason is not None or taken != chunk.draft[: len(taken)]:
                     break
@@ -341,10 +358,12 @@ class Engine:
             if chunk.guess is not None:
                 self._drafter.outcome(chunk.guess, taken[0] == chunk.guess.tokens[0])
             parted.setdefault(taken, []).append(sample)
-        self._part(row, chunk, parted)
+        self._part(row, chunk, parted, after)
         return events
 
-    def _part(self, row: Row, chunk: Chunk, parted: Mapping[tuple[int, ...], list[Sample]]) -> None:
+    def _part(
+        self, row: Row, chunk: Chunk, parted: Mapping[tuple[int, ...], list[Sample]], after: Mapping[int, Matcher]
+    ) -> None:
         """Splits a row by the tokens its samples took: those that took most keep it, each other group gets a copy."""
         base = chunk.end
         going = {taken: [one for one in samples if one.finish_reason is None] for taken, samples in parted.items()}
@@ -355,6 +374,8 @@ class Engine:
             if samples and taken != kept:
                 child = self._scheduler.fork(row, taken, base + len(taken) - 1)
                 child.samples = samples
+                child.matcher = after.get(taken[0])
+                self.model.fork(row, child)
                 for sample in samples:
                     self._owners[sample.request_id][sample.index] = child
                     row.samples.remove(sample)
@@ -365,6 +386,7 @@ class Engine:
             self._drafter.learn([*row.tokens[-CONTEXT:], *taken], min(base, CONTEXT))
         row.extend(kept)
         row.num_computed = base + len(kept) - 1
+        row.matcher = after.get(kept[0])
         for sample in [one for one in row.samples if one.finish_reason is not None]:
             self._leave(row, sample)
 
@@ -379,29 +401,4 @@ class Engine:
 
     def _copy_block(self, source: int, target: int, count: int) -> None:
         size = self.config.block_size
-        self.model.cache.copy_tokens(source * size, target * size, count)
-
-
-def _derived_seed(seed: int, *path: object) -> int:
-    text = ":".join(map(str, (seed, *path))).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
-def _progress(sample: Sample) -> Event:
-    token_id, logprob, version = sample.token_ids[-1], sample.logprobs[-1], sample.spans[-1].policy_version
-    if sample.finish_reason is None:
-        return Event(sample.request_id, sample.index, token_id, logprob, version)
-    spans = tuple(sample.spans)
-    return Event(sample.request_id, sample.index, token_id, logprob, version, sample.finish_reason, spans, sample.cached_tokens)
-
-
-def _closing(sample: Sample, error: str | None = None) -> Event:
-    return Event(
-        sample.request_id,
-        sample.index,
-        None,
-        finish_reason=sample.finish_reason,
-        policy_spans=tuple(sample.spans),
-        cached_tokens=sample.cached_tokens,
-        error=error,
-    )
+        self.model.copy_tokens(source * size, target * size, count)

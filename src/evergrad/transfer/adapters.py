@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,27 +112,40 @@ def require_base(config: Mapping[str, Any], base: str, where: str | None = None)
         )
 
 
-def merged_tensors(
+@dataclass(frozen=True)
+class LoraPart:
+    """What an adapter says of one linear layer."""
+
+    lora_a: torch.Tensor
+    """[rank, in]"""
+    lora_b: torch.Tensor
+    """[out, rank]"""
+    scale: float
+    magnitude: torch.Tensor | None = None
+    """[out], of DoRA."""
+
+
+def adapter_parts(
     base: Mapping[str, torch.Tensor],
     adapter: Path | str | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
     base_model: str | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of ``base`` that the adapter changes, merged, under their Hugging Face names.
+) -> dict[str, LoraPart]:
+    """What the adapter says of each linear layer of ``base``, by the layer's full name.
 
-    ``adapter`` is a PEFT folder, or its configuration and tensors. All is checked before the first tensor is yielded: an
-    adapter of which any part matches nothing is refused, so that a base can never be served under an adapter's name. With
-    ``base_model``, the folder that ``base`` is of, so is one that names another.
+    ``adapter`` is a PEFT folder, or its configuration and tensors. An adapter of which any part matches nothing is refused, so
+    that a base can never be served under an adapter's name. With ``base_model``, the folder that ``base`` is of, so is one that
+    names another.
 
     Raises:
         TransferError: see :func:`require_base`; a key that is no LoRA half or has no partner, a module that ``base`` lacks, a
-            shape that does not fit, or a feature of PEFT that this merge does not know.
+            shape that does not fit, or a feature of PEFT that is not known here.
     """
     config, tensors = load_adapter(adapter) if isinstance(adapter, (str, Path)) else adapter
     where = str(adapter) if isinstance(adapter, (str, Path)) else None
     if base_model is not None:
         require_base(config, base_model, where)
-    parts_of = _parts(config, tensors, where)
-    for module, (lora_a, lora_b, *magnitude) in parts_of.items():
+    found: dict[str, LoraPart] = {}
+    for module, (lora_a, lora_b, *magnitude) in _parts(config, tensors, where).items():
         weight = base.get(f"{module}.weight")
         if weight is None:
             raise TransferError(f"the adapter changes '{module}', which the base does not have", where=where)
@@ -139,11 +153,34 @@ def merged_tensors(
         odd = lora_a.shape[0] != lora_b.shape[1] or any(each.shape != lora_b.shape[:1] for each in magnitude)
         if tuple(weight.shape) != expected or odd:
             raise TransferError(f"'{module}' is {tuple(weight.shape)}, the adapter is for {expected}", where=where)
+        found[module] = LoraPart(lora_a, lora_b, _scale(config, module, lora_a.shape[0]), *magnitude)
+    return found
+
+
+def merged_tensors(
+    base: Mapping[str, torch.Tensor],
+    adapter: Path | str | tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+    base_model: str | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of ``base`` that the adapter changes, merged, under their Hugging Face names.
+
+    All is checked before the first tensor is yielded.
+
+    Raises:
+        TransferError: as :func:`adapter_parts`, or a module whose weight another one uses, too.
+    """
+    parts = adapter_parts(base, adapter, base_model)
+    for module in parts:
+        weight = base[f"{module}.weight"]
+        twin = next((name for name, each in base.items() if each is weight and name != f"{module}.weight"), None)
+        if twin is not None:
+            what = f"the adapter changes '{module}', whose weight is also '{twin}': merged, it would change both"
+            raise TransferError(what, hint="load it beside the base: POST /admin/adapters/load")
 
     def generate() -> Iterator[tuple[str, torch.Tensor]]:
-        for module, parts in parts_of.items():
+        for module, part in parts.items():
             name = f"{module}.weight"
-            yield name, merge_lora(base[name], *parts, scale=_scale(config, module, parts[0].shape[0]))
+            yield name, merge_lora(base[name], part.lora_a, part.lora_b, part.magnitude, scale=part.scale)
 
     return generate()
 
