@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
+from evergrad.inference._folders import local_folder
 from evergrad.inference._loop import StepLoop
 from evergrad.inference.config import EngineError
 from evergrad.transfer import Receiver, load_tensors, merged_tensors, open_receiver
@@ -80,7 +80,7 @@ class WeightUpdates:
         """
         with self._one_at_a_time:
             started = time.perf_counter()
-            folder, engine = _local_folder(weights_uri), self._loop.engine
+            folder, engine = local_folder(weights_uri), self._loop.engine
             if folder.resolve() == Path(engine.config.model).resolve():
                 engine.stage_base()
             elif (folder / "adapter_config.json").is_file():
@@ -122,13 +122,3 @@ class WeightUpdates:
 
 def _report(policy_version: int, pause_s: float, started: float) -> dict[str, Any]:
     return {"policy_version": policy_version, "pause_s": pause_s, "seconds": time.perf_counter() - started}
-
-
-def _local_folder(uri: str) -> Path:
-    parsed = urlparse(uri)
-    if parsed.scheme not in ("", "file"):
-        raise EngineError(f"weights at '{parsed.scheme}://' cannot be read", where=uri, hint="give a local folder")
-    folder = Path(unquote(parsed.path) if parsed.scheme else uri)
-    if not folder.is_dir():
-        raise EngineError("no such folder", where=uri)
-    return folder
