@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from evergrad.inference.backends.config import BackendConfig
+from evergrad.inference.backends.config import BackendConfig, require_servable
 
 if TYPE_CHECKING:
     from evergrad.inference.backends.sglang import SglangClient
     from evergrad.inference.backends.vllm import VllmClient
     from evergrad.inference.backends.vllm_server import VllmServerConfig
 
-__all__ = ["BackendConfig", "SglangClient", "VllmClient", "VllmServerConfig"]
+__all__ = ["BackendConfig", "SglangClient", "VllmClient", "VllmServerConfig", "require_servable"]
 
 _HOMES = {"SglangClient": "sglang", "VllmClient": "vllm", "VllmServerConfig": "vllm_server"}
 
