@@ -69,7 +69,7 @@ async def start_vllm(
 ) -> Server:
     config = VllmServerConfig(model=str(model), threads=threads, command=command)
     worker = await placement.start("vllm", "evergrad.inference.backends.vllm_server", config)
-    client = VllmClient(worker.base_url, model, route="reload", scratch=scratch, token=worker.token)
+    client = VllmClient(worker.base_url, model, route="slots", scratch=scratch, token=worker.token)
     await stack.enter_async_context(client)
     await client.open()
     return Server(client, worker)

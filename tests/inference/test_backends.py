@@ -89,6 +89,7 @@ def vllm_answers() -> dict[str, Answer]:
 @asynccontextmanager
 async def vllm(answers: dict[str, Answer], model: Path, **options: Any) -> AsyncIterator[tuple[VllmClient, Server]]:
     server = Server(answers)
+    server.answers.setdefault("/pause", {"status": "paused"})
     async with server.test_server as running:
         options = {"route": "slots", "scratch": model.parent / "scratch", **options}
         async with VllmClient(str(running.make_url("")), model, **options) as client:
@@ -170,6 +171,8 @@ async def test_a_server_that_can_do_it_is_opened_and_begins_with_the_base(small:
         await client.open()
         assert server.bodies("/update_weight_version") == [{"new_version": "0"}]
         assert "/collective_rpc" not in server.paths()
+        await client([1, 2], Sampling(seed=3))
+        assert server.bodies("/inference/v1/generate")[-1]["sampling_params"]["seed"] is None  # on a CPU
         health = await client.health()
     assert health["load"]["kv_cache_tokens"] > 0
     assert {key: type(value) for key, value in health["load"].items()} == {
@@ -183,6 +186,10 @@ async def test_a_server_that_can_do_it_is_opened_and_begins_with_the_base(small:
 
 async def test_weights_of_an_earlier_run_are_taken_out_first(small: Path) -> None:
     answers = {**vllm_answers(), "/weight_info": {"weight_version": "12"}, "/collective_rpc": {"results": [None]}}
+    async with vllm(answers, small) as (client, _):
+        with pytest.raises(EngineError, match=r"embeddings are tied.*leave engine\.url out"):
+            await client.open()
+    answers["/server_info?config_format=json"]["vllm_config"]["device_config"] = {"device_type": "cuda"}
     async with vllm(answers, small, route="reload") as (client, server):
         await client.open()
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(small)}}

@@ -66,7 +66,12 @@ def differ(found: Sequence[float], expected: Sequence[float]) -> float:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("vllm") / "small", hidden_size=128)  # heads 32 wide
+    """Heads 32 wide, which vLLM's attention on a CPU knows; embeddings apart, without which it cannot read folders there."""
+    place = make_tiny(tmp_path_factory.mktemp("vllm") / "small", hidden_size=128)
+    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, tie_word_embeddings=False)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.05, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(place)
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +105,22 @@ async def client(worker: Worker, folder: Path, scratch: Path) -> AsyncIterator[V
     yield found
     await found.close()
     if records is not None:
-        write_records(records)
+        write_records(records, folder)
 
 
-def write_records(records: list[dict[str, Any]]) -> None:
-    Path(RECORDS).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+def write_records(records: list[dict[str, Any]], folder: Path) -> None:
+    """Without what nobody reads, and without the names of this machine."""
+    for each in records:
+        if each["kind"][1].startswith("/server_info"):
+            config = json.loads(each["answer"])["vllm_config"]
+            model = {key: config["model_config"][key] for key in ("dtype", "logprobs_mode", "max_model_len")}
+            kept = {"model_config": model, **{key: config[key] for key in ("device_config", "lora_config")}}
+            each["answer"] = json.dumps({"vllm_config": kept})
+        if each["kind"][1] == "/metrics":
+            lines = (line for line in each["answer"].splitlines() if line.startswith("vllm:") and "_bucket" not in line)
+            each["answer"] = "\n".join(lines)
+    text = json.dumps(records, indent=1).replace(str(folder.parent), "models")
+    Path(RECORDS).write_text(text + "\n", encoding="utf-8")
 
 
 def record(client: VllmClient) -> list[dict[str, Any]]:
@@ -135,12 +151,19 @@ async def test_what_is_drawn_has_the_logprobs_of_what_it_was_drawn_from(client: 
 
 
 async def test_a_stop_token_is_the_last_one_and_the_models_own_end_is_none(client: VllmClient) -> None:
-    free = await client(PROMPT, Sampling(max_tokens=20, seed=4))
+    free = await client(PROMPT, Sampling(max_tokens=20, temperature=0.0))
     stop = free.token_ids[5]
-    stopped = await client(PROMPT, Sampling(max_tokens=20, seed=4, stop_token_ids=(stop,)))
+    stopped = await client(PROMPT, Sampling(max_tokens=20, temperature=0.0, stop_token_ids=(stop,)))
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
     assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+async def test_a_long_prompt_with_a_seed_does_not_end_it(client: VllmClient) -> None:
+    """On a CPU vLLM dies of what is computed in pieces and seeded."""
+    prompts = [[20 + index] * 900 for index in range(8)]
+    done = await asyncio.gather(*(client(prompt, Sampling(max_tokens=2, seed=1)) for prompt in prompts))
+    assert all(len(each.token_ids) == 2 for each in done)
 
 
 async def test_a_prefix_is_found_again_until_it_is_given_up(client: VllmClient) -> None:

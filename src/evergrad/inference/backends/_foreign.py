@@ -13,8 +13,10 @@ house's own engine.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,6 +81,11 @@ class ForeignClient(ABC):
         self._forgotten = 0
         """How often the prefix cache was given up."""
         self._sessions = self._sessions_taken = 0
+        self._adapter: str | None = None
+        """Name of the one that is asked for."""
+        self._adapters: dict[str, Path] = {}
+        self._asking: Counter[str | None] = Counter()
+        """Requests under way with each adapter."""
 
     # ---- what each server does in its own way
 
@@ -108,8 +115,11 @@ class ForeignClient(ABC):
         """Reads whole weights from a folder over the ones before. The server is paused."""
 
     @abstractmethod
-    async def _load_adapter(self, folder: Path, policy_version: int) -> None:
-        """Loads an adapter beside the others and asks for it from then on."""
+    async def _add_adapter(self, name: str, folder: Path) -> None:
+        """Loads an adapter beside the others."""
+
+    @abstractmethod
+    async def _remove_adapter(self, name: str) -> None: ...
 
     @abstractmethod
     async def health(self) -> dict[str, Any]:
@@ -210,13 +220,13 @@ class ForeignClient(ABC):
             if self.route == "adapter":
                 if not is_adapter:
                     raise EngineError("a server that takes adapters cannot take a whole model", where=weights_uri)
-                await self._load_adapter(folder, policy_version)
-                self.policy_version = policy_version
+                await self._take_adapter(folder, policy_version)
             else:
                 if is_adapter:
                     with _as_engine_error(f"version {self.policy_version} is still served"):
                         folder = await asyncio.to_thread(self._merged, folder, policy_version)
                 pause_s = await self._while_paused(policy_version, lambda: self._reload(folder, policy_version))
+                await self._discard(folder)
             return {"policy_version": policy_version, "pause_s": pause_s, "seconds": time.perf_counter() - started}
 
     async def pause(self) -> None:
@@ -236,12 +246,36 @@ class ForeignClient(ABC):
         if self.route == "adapter":
             with _as_engine_error(f"version {self.policy_version} is still served"):
                 await asyncio.to_thread(arrived.write_adapter, folder)
-            await self._load_adapter(folder, version)
-            self.policy_version = version
+            await self._take_adapter(folder, version)
             return 0.0
         with _as_engine_error(f"version {self.policy_version} is still served"):
             await asyncio.to_thread(arrived.write_model, folder, self.model)
-        return await self._while_paused(version, lambda: self._reload(folder, version))
+        pause_s = await self._while_paused(version, lambda: self._reload(folder, version))
+        await self._discard(folder)
+        return pause_s
+
+    async def _take_adapter(self, folder: Path, policy_version: int) -> None:
+        """Asks for an adapter from now on; those that no request uses any more are let go."""
+        name = f"policy-{policy_version}-{time.time_ns():x}"
+        await self._add_adapter(name, folder)
+        self._adapter, self._adapters[name], self.policy_version = name, folder, policy_version
+        for old in [each for each in self._adapters if each != name and not self._asking[each]]:
+            await self._remove_adapter(old)
+            await self._discard(self._adapters.pop(old))
+
+    @contextmanager
+    def _asks(self) -> Iterator[str | None]:
+        """The adapter to ask for, which stays loaded for as long as the block lasts."""
+        adapter = self._adapter
+        self._asking[adapter] += 1
+        try:
+            yield adapter
+        finally:
+            self._asking[adapter] -= 1
+
+    async def _discard(self, folder: Path) -> None:
+        if folder.parent == self._scratch:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _while_paused(self, policy_version: int, change: Callable[[], Awaitable[None]]) -> float:
         """Makes a change that takes the place of the weights that serve; returns for how many seconds nothing was drawn.
@@ -292,6 +326,8 @@ class ForeignClient(ABC):
             raise EngineUnavailable(self._broken, where=self.base_url)
 
     async def close(self) -> None:
+        for folder in self._adapters.values():
+            await self._discard(folder)
         await asyncio.to_thread(self._arrivals.close)
         await self._http.close()
 

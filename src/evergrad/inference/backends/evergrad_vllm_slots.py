@@ -65,6 +65,7 @@ class SlotWeightTransferEngine(WeightTransferEngine[SlotInitInfo, SlotUpdateInfo
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        _pack_heads_again(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # Not the base class's, which waits for an accelerator that a CPU has not.
@@ -82,6 +83,14 @@ class SlotWeightTransferEngine(WeightTransferEngine[SlotInitInfo, SlotUpdateInfo
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
                     yield name, slot[name] if name in slot else file.get_tensor(name)
+
+
+def _pack_heads_again(model: torch.nn.Module) -> None:
+    """On a CPU vLLM multiplies by packed copies of its matrices. The reload renews that of a layer whose weights were loaded;
+    an output embedding that is tied to the input's has none of its own, and would go on with the old ones."""
+    for layer in model.modules():
+        if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _slot_tensors(tensors: list[dict[str, Any]], update: SlotUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:

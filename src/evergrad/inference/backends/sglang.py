@@ -13,10 +13,7 @@ No SGLang runs where this was written: its requests and answers are tested again
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +38,7 @@ class SglangClient(ForeignClient):
 
     _processed_hint = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._adapter: str | None = None
-        self._adapters: dict[str, Path] = {}
-        self._asking: Counter[str | None] = Counter()
-        self._kv_cache_tokens = 0
+    _kv_cache_tokens = 0
 
     # ---- generation
 
@@ -56,7 +48,7 @@ class SglangClient(ForeignClient):
                 "SGLang's log-probabilities leave top_p and top_k out, so they are not those that tokens were drawn with",
                 hint="sample from the whole distribution: top_p = 1, top_k = 0",
             )
-        started, adapter, version = time.perf_counter(), self._adapter, self.policy_version
+        started = time.perf_counter()
         params = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -64,17 +56,20 @@ class SglangClient(ForeignClient):
             "ignore_eos": True,  # what ends a completion is what was asked for, and nothing else
             **({} if sampling.seed is None else {"sampling_seed": sampling.seed % 2**31}),
         }
-        answer = await self._ask({"input_ids": list(prompt), "sampling_params": params, "return_logprob": True})
+        with self._asks() as adapter:
+            version = None if adapter is None else self.policy_version
+            answer = await self._ask(adapter, {"input_ids": list(prompt), "sampling_params": params})
         seconds = time.perf_counter() - started
         try:
-            return _completion(answer, None if adapter is None else version, seconds)
+            return _completion(answer, version, seconds)
         except UNREADABLE as error:
             raise EngineError(f"SGLang's answer cannot be read: {error!r}", where=f"{self.base_url}/generate") from error
 
     async def _score(self, token_ids: Sequence[int]) -> list[float]:
         params = {"max_new_tokens": 1, "temperature": 1.0}
-        body = {"input_ids": list(token_ids), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        answer = await self._ask(body)
+        with self._asks() as adapter:
+            body = {"input_ids": list(token_ids), "sampling_params": params, "logprob_start_len": 0}
+            answer = await self._ask(adapter, body)
         try:
             told = answer["meta_info"]["input_token_logprobs"]
             if [entry[1] for entry in told] != list(token_ids):
@@ -83,34 +78,34 @@ class SglangClient(ForeignClient):
         except UNREADABLE as error:
             raise EngineError(f"SGLang's answer cannot be read: {error!r}", where=f"{self.base_url}/generate") from error
 
-    async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        adapter = self._adapter
-        self._asking[adapter] += 1
-        try:
-            named = {} if adapter is None else {"lora_path": adapter}
-            return await self._http.post("/generate", {**body, **named, "extra_key": self.cache_salt, "stream": False})
-        finally:
-            self._asking[adapter] -= 1
+    async def _ask(self, adapter: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
+        named = {} if adapter is None else {"lora_path": adapter}
+        common = {"return_logprob": True, "extra_key": self.cache_salt, "stream": False}
+        return await self._http.post("/generate", {**body, **named, **common})
 
     # ---- weights
 
     async def _reload(self, folder: Path, policy_version: int) -> None:
         # Not flushed: rows that stand still keep what they have computed, and new ones are kept apart by extra_key.
         body = {"model_path": str(folder), "weight_version": str(policy_version), "flush_cache": False}
-        _require_success(await self._http.post("/update_weights_from_disk", body), f"{self.base_url}/update_weights_from_disk")
-        if folder.parent == self._scratch:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await self._do("/update_weights_from_disk", body)
 
-    async def _load_adapter(self, folder: Path, policy_version: int) -> None:
-        name = f"policy-{policy_version}-{time.time_ns():x}"
-        answer = await self._http.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        _require_success(answer, f"{self.base_url}/load_lora_adapter")
-        self._adapter, self._adapters[name] = name, folder
-        for old in [each for each in self._adapters if each != name and not self._asking[each]]:
-            await self._http.post("/unload_lora_adapter", {"lora_name": old})
-            gone = self._adapters.pop(old)
-            if gone.parent == self._scratch:
-                await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
+    async def _add_adapter(self, name: str, folder: Path) -> None:
+        await self._do("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    async def _remove_adapter(self, name: str) -> None:
+        await self._do("/unload_lora_adapter", {"lora_name": name})
+
+    async def _do(self, path: str, body: Mapping[str, Any]) -> None:
+        """SGLang says in the answer whether it did what it was told.
+
+        Raises:
+            EngineError: it did not.
+        """
+        answer = await self._http.post(path, body)
+        if not answer.get("success"):
+            told = answer.get("message") or answer.get("error_message") or answer
+            raise EngineError(f"refused: {told}", where=f"{self.base_url}{path}")
 
     async def _pause(self) -> None:
         await self._http.tell("POST", "/pause_generation", {"mode": "in_place"})
@@ -189,13 +184,3 @@ def _completion(answer: Mapping[str, Any], adapter_version: int | None, seconds:
         policy_spans=spans,
         usage=Usage(meta["prompt_tokens"], meta.get("cached_tokens", 0), meta["completion_tokens"], seconds),
     )
-
-
-def _require_success(answer: Mapping[str, Any], where: str) -> None:
-    """SGLang says in the body whether it did what it was told.
-
-    Raises:
-        EngineError: it did not.
-    """
-    if not answer.get("success"):
-        raise EngineError(f"refused: {answer.get('message') or answer.get('error_message') or answer}", where=where)

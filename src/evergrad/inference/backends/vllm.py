@@ -7,7 +7,7 @@ weights, from shared memory  ``/init_weight_transfer_engine``, ``/start_weight_u
                              ``/finish_weight_update``; the other end is :mod:`~evergrad.inference.backends.evergrad_vllm_slots`
 weights, from a folder       ``POST /collective_rpc`` ``reload_weights``, then ``/update_weight_version``
 weights, as an adapter       ``POST /v1/load_lora_adapter`` under a new name, ``/v1/unload_lora_adapter`` of unused ones
-pause                        ``POST /pause?mode=keep``, ``/resume``
+pause                        ``POST /pause?mode=keep&clear_cache=false``, ``/resume``
 ===========================  ==========================================================================================
 
 All but the first and the adapter's routes are there only with ``VLLM_SERVER_DEV_MODE=1``, the adapter's only with
@@ -17,20 +17,24 @@ All but the first and the adapter's routes are there only with ``VLLM_SERVER_DEV
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-import shutil
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from evergrad.inference._folders import local_folder
 from evergrad.inference._http import UNREADABLE
-from evergrad.inference.backends._arrivals import Arrived
+from evergrad.inference.backends._arrivals import Arrived, read_folder
 from evergrad.inference.backends._foreign import ForeignClient
 from evergrad.inference.client import read_completion
 from evergrad.inference.config import EngineError
+from evergrad.transfer import SlotPublisher, load_tensors, merged_tensors
 from evergrad.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    import torch
 
 _LEAST_VERSION = (0, 32)
 _UNTOUCHED = ("default", "0")
@@ -64,31 +68,29 @@ class VllmClient(ForeignClient):
         """
         super().__init__(*args, **options)
         self._lora_rank = lora_rank
-        self._adapter: str | None = None
-        """Name of the one that is asked for."""
-        self._adapters: dict[str, Path] = {}
-        self._asking: Counter[str] = Counter()
-        """Requests under way with each adapter."""
         self._kv_cache_tokens = 0
-        self._initialized = False
+        self._takes_seeds = True
+        """On a CPU vLLM 0.32 dies of a seeded request whose prompt it computes in pieces: the generator there cannot step back."""
 
     # ---- generation
 
     async def _complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        started, adapter, version = time.perf_counter(), self._adapter, self.policy_version
+        started = time.perf_counter()
         params = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "seed": sampling.seed,
+            "seed": sampling.seed if self._takes_seeds else None,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # what ends a completion is what was asked for, and nothing else
             "logprobs": 0,
             "detokenize": False,
         }
-        body = {"model": adapter, "token_ids": list(prompt), "sampling_params": params, "cache_salt": self.cache_salt}
-        answer = await self._ask(adapter, body)
+        with self._asks() as adapter:
+            version = self.policy_version
+            body = {"model": adapter, "token_ids": list(prompt), "sampling_params": params, "cache_salt": self.cache_salt}
+            answer = await self._http.post(_GENERATE, body)
         try:
             choice = answer["choices"][0]
             if any(entry["logprob"] <= _NO_LOGPROB for entry in choice["logprobs"]["content"]):
@@ -103,24 +105,35 @@ class VllmClient(ForeignClient):
 
     async def _score(self, token_ids: Sequence[int]) -> list[float]:
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"model": self._adapter, "token_ids": list(token_ids), "sampling_params": params, "cache_salt": self.cache_salt}
-        answer = await self._ask(self._adapter, body)
+        with self._asks() as adapter:
+            body = {"model": adapter, "token_ids": list(token_ids), "sampling_params": params, "cache_salt": self.cache_salt}
+            answer = await self._http.post(_GENERATE, body)
         try:
             places = answer["prompt_logprobs"][1:]
             return [float(place[str(token)]["logprob"]) for place, token in zip(places, token_ids[1:], strict=True)]
         except UNREADABLE as error:
             raise EngineError(f"vLLM's answer cannot be read: {error!r}", where=f"{self.base_url}{_GENERATE}") from error
 
-    async def _ask(self, adapter: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
-        if adapter is None:
-            return await self._http.post(_GENERATE, body)
-        self._asking[adapter] += 1
-        try:
-            return await self._http.post(_GENERATE, body)
-        finally:
-            self._asking[adapter] -= 1
-
     # ---- weights
+
+    async def load_weights(
+        self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        if self.route != "slots":
+            return await super().load_weights(weights_uri, policy_version, served_names)
+        # The way that is proved for every model; who was attached before attaches again.
+        tensors = await asyncio.to_thread(self._read, weights_uri)
+        with SlotPublisher({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}) as publisher:
+            await self.attach(publisher.descriptor)
+            report = await self.update_weights(publisher.stage(tensors.items(), policy_version).as_dict())
+        return {key: report[key] for key in ("policy_version", "pause_s", "seconds")}
+
+    def _read(self, weights_uri: str) -> dict[str, torch.Tensor]:
+        """What a folder changes of the base, adapters merged."""
+        adapter, tensors = read_folder(local_folder(weights_uri), self.model)
+        return (
+            tensors if adapter is None else dict(merged_tensors(load_tensors(self.model), (adapter, tensors), str(self.model)))
+        )
 
     async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
         found = await super().attach(descriptor)
@@ -144,21 +157,16 @@ class VllmClient(ForeignClient):
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._http.tell("POST", "/collective_rpc", call)
         await self._http.post("/update_weight_version", {"new_version": str(policy_version)})
-        if folder.parent == self._scratch:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _load_adapter(self, folder: Path, policy_version: int) -> None:
-        name = f"policy-{policy_version}-{time.time_ns():x}"
+    async def _add_adapter(self, name: str, folder: Path) -> None:
         await self._http.tell("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        self._adapter, self._adapters[name] = name, folder
-        for old in [each for each in self._adapters if each != name and not self._asking[each]]:
-            await self._http.tell("POST", "/v1/unload_lora_adapter", {"lora_name": old})
-            gone = self._adapters.pop(old)
-            if gone.parent == self._scratch:
-                await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
+
+    async def _remove_adapter(self, name: str) -> None:
+        await self._http.tell("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _pause(self) -> None:
-        await self._http.post("/pause?mode=keep", {})
+        # Cleared, requests under way would be computed again, under weights that did not draw their tokens.
+        await self._http.post("/pause?mode=keep&clear_cache=false", {})
 
     async def _resume(self) -> None:
         await self._http.post("/resume", {})
@@ -170,7 +178,11 @@ class VllmClient(ForeignClient):
         config = await self._server_config()
         self._check_config(config)
         await self._check_model()
-        if (await self._weights_name()) not in _UNTOUCHED:
+        self._takes_seeds = not _on_cpu(config)
+        reload = (await self._weights_name()) not in _UNTOUCHED
+        if reload or self.route == "reload":
+            self._check_reload(config)
+        if reload:
             await self._while_paused(0, lambda: self._reload(self.model, 0))
         await self._http.post("/update_weight_version", {"new_version": "0"})
         self._kv_cache_tokens = _cache_tokens(await self._http.tell("GET", "/metrics", timeout_s=_HEALTH_S))
@@ -223,6 +235,14 @@ class VllmClient(ForeignClient):
                     f"--max-lora-rank {self._lora_rank} or the next that it knows, or set transfer.adapter_only = false",
                 )
 
+    def _check_reload(self, config: Mapping[str, Any]) -> None:
+        if _on_cpu(config) and json.loads((self.model / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"):
+            raise EngineError(
+                "vLLM on a CPU goes on with the old output embedding when it reads a model whose embeddings are tied",
+                where=self.base_url,
+                hint="leave engine.url out, so that the run starts vLLM with a remedy; or set transfer.adapter_only = true",
+            )
+
     async def _check_model(self) -> None:
         served = (await self._http.send("GET", "/v1/models", None, timeout_s=_HEALTH_S))["data"]
         root = str(served[0].get("root"))
@@ -257,6 +277,10 @@ class VllmClient(ForeignClient):
                 "kv_cache_tokens": self._kv_cache_tokens,
             },
         }
+
+
+def _on_cpu(config: Mapping[str, Any]) -> bool:
+    return "cpu" in str(config.get("device_config"))
 
 
 def _metric(text: str, name: str) -> float:
