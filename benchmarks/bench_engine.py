@@ -138,9 +138,13 @@ async def measure_agent(sides: dict[str, Side], model: Path, weights: Path, roun
     """Of the servers alone: transformers has no cache that outlives a call, which a turn could go on from."""
     servers = {name: side for name, side in sides.items() if isinstance(side, Server)}
     speeds: dict[str, list[float]] = {name: [] for name in servers}
+    probes = []
     for server in servers.values():
         await server.client.load_weights(str(weights), 1)
+        probes.append(await server.client.logprobs(list(range(100, 164))))
         await play(server.client, model, 1, 1, 0)
+    assert all(max(abs(a - b) for a, b in zip(each, probes[0], strict=True)) < 1e-3 for each in probes), "not the same policy"
+    before = servers["ours"].counters() if "ours" in servers else {}
     for number in range(1, rounds + 1):
         for name, server in servers.items():
             tokens, seconds = await play(server.client, model, AGENT_GROUPS, AGENT_SAMPLES, number)
@@ -148,7 +152,8 @@ async def measure_agent(sides: dict[str, Side], model: Path, weights: Path, roun
             print(f"agent round {number}: {name} {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f}/s", flush=True)
     speed = {f"{name}_tok_s": round(statistics.median(each), 2) for name, each in speeds.items()}
     each_round = {name: [round(value, 1) for value in each] for name, each in speeds.items()}
-    return {**speed, **_ratios(speed), "tok_s_by_round": each_round, "groups": AGENT_GROUPS, "samples": AGENT_SAMPLES}
+    counted = {name: value - before[name] for name, value in servers["ours"].counters().items()} if before else {}
+    return {**speed, **_ratios(speed), "tok_s_by_round": each_round, "ours_counted": counted}
 
 
 def _ratios(speed: dict[str, float]) -> dict[str, float | None]:

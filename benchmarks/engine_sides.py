@@ -6,7 +6,9 @@ Servers are asked as a run asks them: one request for each sample, all at once, 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -50,6 +52,12 @@ class Server:
         seconds = time.perf_counter() - started
         assert all(len(each.token_ids) == len(each.logprobs) == new_tokens for each in done)
         return seconds
+
+    def counters(self) -> dict[str, int]:
+        """What this engine has counted since its start: steps, tokens drawn, computed, guessed, guesses kept; none of vLLM's."""
+        with urllib.request.urlopen(f"{self.client.base_url}/metrics", timeout=5) as answer:
+            found = re.findall(r"^evergrad_engine_(\w+)_total (\d+)$", answer.read().decode(), re.MULTILINE)
+        return {name: int(value) for name, value in found}
 
     def peak_rss_mb(self) -> float:
         """Largest resident memory of the server's processes together, in 10⁶ bytes."""

@@ -70,7 +70,7 @@ class VllmClient(ForeignClient):
         self._lora_rank = lora_rank
         self._kv_cache_tokens = 0
         self._takes_seeds = True
-        """On a CPU vLLM 0.32 dies of a seeded request whose prompt it computes in pieces: the generator there cannot step back."""
+        """On a CPU vLLM 0.32 dies of a seeded request whose prompt it computes in pieces: that generator cannot step back."""
 
     # ---- generation
 
