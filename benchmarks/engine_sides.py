@@ -54,7 +54,7 @@ class Server:
         return seconds
 
     def counters(self) -> dict[str, int]:
-        """What this engine has counted since its start: steps, tokens drawn, computed, guessed, guesses kept; none of vLLM's."""
+        """What this engine has counted since its start: steps, tokens drawn, computed, guessed, guesses kept."""
         with urllib.request.urlopen(f"{self.client.base_url}/metrics", timeout=5) as answer:
             found = re.findall(r"^evergrad_engine_(\w+)_total (\d+)$", answer.read().decode(), re.MULTILINE)
         return {name: int(value) for name, value in found}
