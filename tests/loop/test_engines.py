@@ -33,7 +33,7 @@ COMMAND = os.environ.get("EVERGRAD_VLLM", "")
 def test_what_an_engine_cannot_take_is_refused_before_anything_starts(tables: dict[str, Any], told: str) -> None:
     whole = {"environment": {"name": "support_desk"}, "transfer": {"adapter_only": True}, **tables}
     with pytest.raises(ConfigError, match=told):
-        parse_config(RunConfig, whole, where="a.toml")
+        parse_config(RunConfig, whole, where="a.toml", folder=Path.cwd())
 
 
 def test_merged_weights_of_any_adapter_are_taken() -> None:

@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from evergrad.inference import EngineClient, EngineConfig, InferenceClient, ReplicaClient
-from evergrad.inference.backends import BackendConfig, SglangClient, VllmClient, VllmServerConfig
+from evergrad.inference.backends import BackendConfig
 from evergrad.loop.placement import LocalPlacement, Worker, WorkerDied
+
+if TYPE_CHECKING:
+    from evergrad.inference.backends import SglangClient, VllmClient
 
 KEY_VARIABLE = "EVERGRAD_ENGINE_KEY"
 """Environment variable with the key of a server that is given by its address, where that wants one."""
@@ -65,6 +68,8 @@ class EngineMaker:
         return client, started
 
     async def _start_vllm(self, name: str, on_death: Callable[[WorkerDied], None] | None) -> Worker:
+        from evergrad.inference.backends import VllmServerConfig
+
         config = VllmServerConfig(
             model=str(self.model),
             command=self.settings.command,
@@ -76,6 +81,8 @@ class EngineMaker:
         return await self.placement.start(name, f"{_BACKENDS}.vllm_server", config, on_death=on_death)
 
     def _client(self, worker: Worker | None) -> VllmClient | SglangClient:
+        from evergrad.inference.backends import SglangClient, VllmClient  # torch, which whoever reads results does without
+
         whole = "reload" if worker is None else "slots"
         if worker is not None:
             url, token = worker.base_url, worker.token

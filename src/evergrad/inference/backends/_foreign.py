@@ -232,7 +232,11 @@ class ForeignClient(ABC):
     async def pause(self) -> None:
         """Requests under way stand still, and new ones wait, until :meth:`resume`."""
         self._going.clear()
-        await self._pause()
+        try:
+            await self._pause()
+        except BaseException:
+            self._going.set()
+            raise
 
     async def resume(self) -> None:
         """Undoes :meth:`pause`."""
@@ -290,6 +294,8 @@ class ForeignClient(ABC):
         except BaseException as error:
             self._broken = f"its weights are unknown since an update to version {policy_version} failed: {error}"
             self._going.set()
+            if not isinstance(error, Exception):
+                raise
             raise EngineError(self._broken, where=self.base_url, hint="start the server again, then the run") from error
         self.policy_version = policy_version
         await self.resume()
