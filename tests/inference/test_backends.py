@@ -579,8 +579,10 @@ async def test_it_is_told_what_a_run_needs_and_ends_with_all_its_workers(tmp_pat
     config = VllmServerConfig(
         model="m", command=program(tmp_path, SERVES), threads=1, lora_rank=5, arguments=("--max-num-seqs", "8")
     )
-    async with LocalPlacement(tmp_path / "logs") as placement:
+    async with LocalPlacement(tmp_path / "logs", stuck_after_s=1.0) as placement:
         worker = await placement.start("vllm", "evergrad.inference.backends.vllm_server", config)
+        await asyncio.sleep(1.5)
+        assert worker.process.returncode is None  # its health has no body, and that is well
         told = VllmClient(worker.base_url, tmp_path, route="slots", scratch=tmp_path)
         words, environment, plugins, child = json.loads(await told._http.tell("GET", "/told"))
         await told.close()

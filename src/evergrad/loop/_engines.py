@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from evergrad.inference import EngineClient, EngineConfig, InferenceClient, ReplicaClient
 from evergrad.inference.backends import BackendConfig
@@ -83,14 +83,12 @@ class EngineMaker:
     def _client(self, worker: Worker | None) -> VllmClient | SglangClient:
         from evergrad.inference.backends import SglangClient, VllmClient  # torch, which whoever reads results does without
 
-        whole = "reload" if worker is None else "slots"
+        route: Literal["adapter", "reload", "slots"] = "adapter" if self.lora_rank else "reload" if worker is None else "slots"
         if worker is not None:
             url, token = worker.base_url, worker.token
         else:
             assert self.settings.url is not None, "checked by the configuration"
             url, token = self.settings.url, os.environ.get(KEY_VARIABLE, "")
         if self.settings.backend == "sglang":
-            route = "adapter" if self.lora_rank else "reload"
             return SglangClient(url, self.model, route=route, scratch=self.scratch, token=token or None)
-        route = "adapter" if self.lora_rank else whole
         return VllmClient(url, self.model, route=route, scratch=self.scratch, token=token or None, lora_rank=self.lora_rank)

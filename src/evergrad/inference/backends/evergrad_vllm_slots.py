@@ -90,7 +90,8 @@ def _pack_heads_again(model: torch.nn.Module) -> None:
     an output embedding that is tied to the input's has none of its own, and would go on with the old ones."""
     for layer in model.modules():
         if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
-            layer.quant_method.process_weights_after_loading(layer)
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
 
 
 def _slot_tensors(tensors: list[dict[str, Any]], update: SlotUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
