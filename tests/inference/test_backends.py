@@ -510,7 +510,7 @@ async def test_what_sglang_cannot_do_is_refused(small: Path) -> None:
 async def test_every_session_counts_as_not_waited_for(small: Path) -> None:
     async with vllm(vllm_answers(), small) as (client, server):
         await client.open_sessions(["a", "b"])
-        await client.open_sessions(["c"])
+        await client.open_sessions(["b", "c"])
         assert await client.close_sessions(["a"]) == 3
         assert [client.take_lockstep_misses(), client.take_lockstep_misses()] == [3, 0]
         assert server.asked == []

@@ -38,7 +38,7 @@ def test_what_an_engine_cannot_take_is_refused_before_anything_starts(tables: di
 
 def test_merged_weights_of_any_adapter_are_taken() -> None:
     tables = {"engine": {"backend": "vllm"}, "trainer": {"lora": {"dora": True, "rank": 600}}}
-    assert parse_config(RunConfig, {"environment": {"name": "support_desk"}, **tables}).engine.starts_server
+    assert parse_config(RunConfig, {"environment": {"name": "support_desk"}, **tables}, where="a.toml").engine.starts_server
 
 
 @pytest.mark.vllm

@@ -80,6 +80,7 @@ class ForeignClient(ABC):
         """Why nothing is asked of the server any more: a change of weights failed half-way."""
         self._forgotten = 0
         """How often the prefix cache was given up."""
+        self._open_sessions: set[str] = set()
         self._sessions = self._sessions_taken = 0
         self._adapter: str | None = None
         """Name of the one that is asked for."""
@@ -171,9 +172,12 @@ class ForeignClient(ABC):
 
     async def open_sessions(self, session_ids: Iterable[str]) -> None:
         """Counts them: the server does not wait for them."""
-        self._sessions += len(list(session_ids))
+        fresh = set(session_ids) - self._open_sessions
+        self._open_sessions |= fresh
+        self._sessions += len(fresh)
 
     async def close_sessions(self, session_ids: Iterable[str]) -> int:
+        self._open_sessions -= set(session_ids)
         return self._sessions
 
     def take_lockstep_misses(self) -> int:

@@ -115,10 +115,11 @@ def _environment(config: VllmServerConfig, plugin: str) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "OMP_NUM_THREADS": str(config.threads),
     }
-    whole = config.threads >= len(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))
+    bound = ",".join(map(str, cores)) if config.threads >= len(cores) else "nobind"
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; by itself it would take nearly all memory
-        "VLLM_CPU_OMP_THREADS_BIND": "all" if whole else "nobind",
+        "VLLM_CPU_OMP_THREADS_BIND": bound,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
         "HF_HUB_OFFLINE": "1",
