@@ -113,13 +113,13 @@ def _environment(config: VllmServerConfig, plugin: str) -> dict[str, str]:
         "PYTHONPATH": plugin,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "OMP_NUM_THREADS": str(config.threads),
     }
     cores = sorted(os.sched_getaffinity(0))
-    bound = ",".join(map(str, cores)) if config.threads >= len(cores) else "nobind"
+    if config.threads < len(cores):
+        settings |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; by itself it would take nearly all memory
-        "VLLM_CPU_OMP_THREADS_BIND": bound,
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # its workers alone; the others need no threads
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
         "HF_HUB_OFFLINE": "1",
