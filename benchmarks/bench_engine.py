@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from benchmarks import record
 from benchmarks.agent_load import play, warm_started
-from benchmarks.engine_sides import ContinuousBatching, Server, Side, Transformers, start_ours, start_vllm
+from benchmarks.engine_sides import ContinuousBatching, Server, Side, Transformers, alone, start_ours, start_vllm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -63,7 +63,7 @@ async def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
     model = base_model(arguments.model)
     shapes: dict[str, dict[str, Any]] = {}
     async with AsyncExitStack() as stack:
-        placement = await stack.enter_async_context(LocalPlacement(scratch / "logs"))
+        placement = await stack.enter_async_context(LocalPlacement(scratch / "logs", stuck_after_s=3600.0))
         weights = arguments.weights
         if "agent" in arguments.shapes and weights is None:
             weights = await warm_started(model, arguments.threads, placement)
@@ -116,9 +116,11 @@ async def measure_shape(shape: str, sides: dict[str, Side], parameters: int, rou
     for side in sides.values():
         await side.generate(ids[:2], 2, 4, 0)  # what is compiled or allocated at the first request
     for number in range(1, rounds + 1):
-        rates.append(gemm_rate())
+        with alone(None, sides.values()):
+            rates.append(gemm_rate())
         for name, side in sides.items():
-            seconds[name].append(await side.generate(ids, samples, new_tokens, number))
+            with alone(side, sides.values()):
+                seconds[name].append(await side.generate(ids, samples, new_tokens, number))
         told = ", ".join(f"{name} {drawn / seconds[name][-1]:.1f}" for name in sides)
         print(f"{shape} round {number}: {told} tokens/s; products at {rates[-1] / 1e9:.1f} GFLOP/s", flush=True)
     speed = {f"{name}_tok_s": round(drawn / statistics.median(each), 2) for name, each in seconds.items()}
@@ -147,7 +149,8 @@ async def measure_agent(sides: dict[str, Side], model: Path, weights: Path, roun
     before = servers["ours"].counters() if "ours" in servers else {}
     for number in range(1, rounds + 1):
         for name, server in servers.items():
-            tokens, seconds = await play(server.client, model, AGENT_GROUPS, AGENT_SAMPLES, number)
+            with alone(server, servers.values()):
+                tokens, seconds = await play(server.client, model, AGENT_GROUPS, AGENT_SAMPLES, number)
             speeds[name].append(tokens / seconds)
             print(f"agent round {number}: {name} {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f}/s", flush=True)
     speed = {f"{name}_tok_s": round(statistics.median(each), 2) for name, each in speeds.items()}

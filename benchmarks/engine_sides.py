@@ -9,8 +9,8 @@ import asyncio
 import re
 import time
 import urllib.request
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,11 @@ class Server:
         assert all(len(each.token_ids) == len(each.logprobs) == new_tokens for each in done)
         return seconds
 
+    def family(self) -> list[psutil.Process]:
+        """The server's processes, parents first."""
+        parent = psutil.Process(self._worker.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
     def counters(self) -> dict[str, int]:
         """What this engine has counted since its start: steps, tokens drawn, computed, guessed, guesses kept."""
         with urllib.request.urlopen(f"{self.client.base_url}/metrics", timeout=5) as answer:
@@ -61,8 +66,20 @@ class Server:
 
     def peak_rss_mb(self) -> float:
         """Largest resident memory of the server's processes together, in 10⁶ bytes."""
-        parent = psutil.Process(self._worker.process.pid)
-        return sum(_peak_bytes(each.pid) for each in (parent, *parent.children(recursive=True))) / 1e6
+        return sum(_peak_bytes(each.pid) for each in self.family()) / 1e6
+
+
+@contextmanager
+def alone(side: Side | None, sides: Iterable[Side]) -> Iterator[None]:
+    """Inside, the servers of other sides stand still: one that has nothing to do may look for work all the time."""
+    still = [other.family() for other in sides if isinstance(other, Server) and other is not side]
+    for process in (each for family in still for each in family):
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in (each for family in still for each in reversed(family)):
+            process.resume()
 
 
 async def start_ours(model: Path, threads: int, placement: LocalPlacement, stack: AsyncExitStack) -> Server:
