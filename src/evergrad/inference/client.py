@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientError, ClientTimeout
 
+from evergrad.inference._http import CONNECT_S, UNREADABLE, JsonHttp, refusal
 from evergrad.inference.config import EngineError, EngineUnavailable
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Usage
 
-_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
-_CONNECT_S = 10.0
-_IDLE_S = 30.0
-"""For which a connection is kept; less than the server does, which would otherwise close it under a request."""
 _LOAD = {"running": int, "waiting": int, "preemptions": int, "kv_usage": float, "kv_cache_tokens": int}
 
 
@@ -94,10 +91,8 @@ class EngineClient:
     """
 
     def __init__(self, base_url: str, token: str | None = None, *, timeout_s: float = 600.0) -> None:
-        self.base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._timeout_s = timeout_s
-        self._session: ClientSession | None = None
+        self._http = JsonHttp(base_url, token, timeout_s=timeout_s)
+        self.base_url = self._http.base_url
         self._lockstep_misses = self._misses_taken = 0
         self._ending: list[str] = []
         self._farewell: asyncio.Task[int] | None = None
@@ -109,10 +104,10 @@ class EngineClient:
     ) -> Completion:
         """One completion."""
         started = time.perf_counter()
-        answer = await self._post("/inference/v1/generate", _body(prompt_token_ids, sampling, session_id))
+        answer = await self._http.post("/inference/v1/generate", _body(prompt_token_ids, sampling, session_id))
         try:
-            return _completion(answer, time.perf_counter() - started)
-        except _UNREADABLE as error:
+            return read_completion(answer, time.perf_counter() - started)
+        except UNREADABLE as error:
             raise EngineError(f"the engine's answer cannot be read: {error!r}", where=self.base_url) from error
 
     async def stream(
@@ -130,17 +125,17 @@ class EngineClient:
         path = "/inference/v1/generate"
         body = {**_body(prompt_token_ids, sampling, session_id), "stream": True, "drawn": drawn}
         ended = False
-        timeout = ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
+        timeout = ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._http.timeout_s)
         try:
-            async with self._http.post(f"{self.base_url}{path}", json=body, timeout=timeout) as response:
+            async with self._http.session.post(f"{self.base_url}{path}", json=body, timeout=timeout) as response:
                 if response.status != 200:
-                    self._read(response.status, await response.read(), path)
+                    self._http.read(response.status, await response.read(), path)
                 async for line in response.content:
                     if not line.startswith(b"data: {"):
                         continue
                     answer = json.loads(line.removeprefix(b"data: "))
                     if "error" in answer:
-                        raise _refusal(answer, 503, f"{self.base_url}{path}")
+                        raise refusal(answer, 503, f"{self.base_url}{path}")
                     piece = _piece(answer)
                     ended = piece.finish_reason is not None
                     yield piece
@@ -148,14 +143,14 @@ class EngineClient:
             raise EngineUnavailable("the engine did not go on in time", where=f"{self.base_url}{path}") from error
         except ClientError as error:
             raise EngineUnavailable(f"the engine cannot be reached: {error!r}", where=f"{self.base_url}{path}") from error
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineError(f"the engine's answer cannot be read: {error!r}", where=self.base_url) from error
         if not ended:
             raise EngineUnavailable("the answer broke off", where=f"{self.base_url}{path}")
 
     async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
         """Has the engine attach to a publisher."""
-        return await self._post("/admin/weights/attach", {"descriptor": descriptor})
+        return await self._http.post("/admin/weights/attach", {"descriptor": descriptor})
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Has the engine take a published version; refused, the old one stays.
@@ -164,7 +159,7 @@ class EngineClient:
             ``{policy_version, pause_s, seconds, transfer}``; the last is what :class:`~evergrad.transfer.link.Receipt` says of
             bytes, rate, and the link's own.
         """
-        return await self._post("/admin/weights/update", {"manifest": manifest})
+        return await self._http.post("/admin/weights/update", {"manifest": manifest})
 
     async def load_weights(
         self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None
@@ -172,16 +167,16 @@ class EngineClient:
         """Has the engine read a folder: ``{policy_version, pause_s, seconds}``. Refused, the old version stays."""
         names = None if served_names is None else list(served_names)
         body = {"weights_uri": weights_uri, "policy_version": policy_version, "served_names": names}
-        return await self._post("/admin/weights/load", body)
+        return await self._http.post("/admin/weights/load", body)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first given those before it, at temperature 1."""
-        answer = await self._post("/admin/logprobs", {"token_ids": list(token_ids)})
+        answer = await self._http.post("/admin/logprobs", {"token_ids": list(token_ids)})
         return [float(value) for value in answer["logprobs"]]
 
     async def open_sessions(self, session_ids: Iterable[str]) -> None:
         """From here on the engine steps only when each of them has a request waiting or running."""
-        await self._post("/admin/sessions/open", {"ids": list(session_ids)})
+        await self._http.post("/admin/sessions/open", {"ids": list(session_ids)})
 
     async def close_sessions(self, session_ids: Iterable[str]) -> int:
         """Stops waiting for them; returns how often the engine went on without an open session so far.
@@ -196,7 +191,7 @@ class EngineClient:
     async def _close_ending(self) -> int:
         async with self._one_farewell:
             self._farewell, ids, self._ending = None, self._ending, []
-            answer = await self._post("/admin/sessions/close", {"ids": ids})
+            answer = await self._http.post("/admin/sessions/close", {"ids": ids})
         self._lockstep_misses = int(answer["lockstep_misses"])
         return self._lockstep_misses
 
@@ -210,23 +205,22 @@ class EngineClient:
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all computed prompts, so that what follows depends on nothing before."""
-        await self._post("/admin/reset_prefix_cache", {})
+        await self._http.post("/admin/reset_prefix_cache", {})
 
     async def health(self) -> dict[str, Any]:
         """``{status, reason, policy_version, load}`` of an engine that works; answers within five seconds or raises.
 
         ``load`` has the rows ``running`` and ``waiting``, ``preemptions`` so far, ``kv_usage`` (share of the cache that rows
         hold) and ``kv_cache_tokens`` (its size)."""
-        answer = await self._send("GET", "/health", None, timeout_s=5.0)
+        answer = await self._http.send("GET", "/health", None, timeout_s=5.0)
         try:
             load = {key: read(answer["load"][key]) for key, read in _LOAD.items()}
             return {**answer, "policy_version": int(answer["policy_version"]), "load": load}
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineError(f"the engine's answer cannot be read: {error!r}", where=f"{self.base_url}/health") from error
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -235,56 +229,6 @@ class EngineClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    @property
-    def _http(self) -> ClientSession:
-        """Opened in the event loop that first needs it."""
-        if self._session is None:
-            self._session = ClientSession(
-                headers=self._headers,
-                # As many connections as rollouts: a session that waits for a connection would hold up all others.
-                connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-                trust_env=False,  # an engine is ours: a proxy of the environment has no business between us and it
-                read_bufsize=2**20,
-            )
-        return self._session
-
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._send("POST", path, body)
-
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        timeout = ClientTimeout(total=timeout_s or self._timeout_s, sock_connect=_CONNECT_S)
-        try:
-            async with self._http.request(method, f"{self.base_url}{path}", json=body, timeout=timeout) as response:
-                return self._read(response.status, await response.read(), path)
-        except TimeoutError as error:
-            raise EngineUnavailable("the engine did not answer in time", where=f"{self.base_url}{path}") from error
-        except ClientError as error:
-            raise EngineUnavailable(f"the engine cannot be reached: {error!r}", where=f"{self.base_url}{path}") from error
-
-    def _read(self, status: int, content: bytes, path: str) -> dict[str, Any]:
-        """The answer's JSON object; any status but 200 is an error."""
-        try:
-            answer = json.loads(content)
-        except ValueError as error:
-            raise EngineError(f"status {status}, not JSON", where=f"{self.base_url}{path}") from error
-        if not isinstance(answer, dict):
-            raise EngineError(f"status {status}, no JSON object", where=f"{self.base_url}{path}")
-        if status != 200:
-            raise _refusal(answer, status, f"{self.base_url}{path}")
-        return answer
-
-
-def _refusal(answer: Mapping[str, Any], status: int, where: str) -> EngineError:
-    detail = answer.get("error", answer)
-    if not isinstance(detail, Mapping):
-        detail = {"message": detail}
-    message = detail.get("message") if "message" in detail else detail.get("reason")
-    # A model that gives no numbers would give none elsewhere: the weights are the same.
-    elsewhere = status == 503 and detail.get("code") != "model_failed"
-    return (EngineUnavailable if elsewhere else EngineError)(f"status {status}: {message}", where=where)
 
 
 def _body(prompt_token_ids: Sequence[int], sampling: Sampling, session_id: str | None) -> dict[str, Any]:
@@ -312,7 +256,7 @@ def _drawn(choice: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...
     content, token_ids, reason = choice["logprobs"]["content"], tuple(choice["token_ids"]), choice["finish_reason"]
     if tuple(entry["token_id"] for entry in content) != token_ids:
         raise ValueError("token ids and logprobs do not belong together")
-    spans = tuple(PolicySpan(span["version"], span["start"], span["end"]) for span in choice["weight_versions"])
+    spans = tuple(PolicySpan(int(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"])
     return (
         token_ids,
         tuple(float(entry["logprob"]) for entry in content),
@@ -321,7 +265,8 @@ def _drawn(choice: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...
     )
 
 
-def _completion(answer: Mapping[str, Any], seconds: float) -> Completion:
+def read_completion(answer: Mapping[str, Any], seconds: float) -> Completion:
+    """The first choice of an answer of ``/inference/v1/generate``, whoever gave it. Raises one of ``_http.UNREADABLE``."""
     usage = answer["usage"]
     token_ids, logprobs, spans, reason = _drawn(answer["choices"][0])
     if reason is None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from evergrad.inference import EngineClient, EngineConfig, InferenceClient, Router
-from evergrad.loop.placement import LocalPlacement, Worker, WorkerDied
+from evergrad.inference import InferenceClient, Router
+from evergrad.loop._engines import EngineMaker
+from evergrad.loop.placement import Worker, WorkerDied
 
 
 class Restarts:
@@ -41,14 +42,13 @@ class RolloutEngines:
 
     def __init__(
         self,
-        placement: LocalPlacement,
-        config: EngineConfig,
+        make: EngineMaker,
         count: int,
         restarts: Restarts,
         replaceable: Callable[[], bool],
         note: Callable[[str], None],
     ) -> None:
-        self._placement, self._config, self._count = placement, config, count
+        self._make, self._count = make, count
         self._restarts, self._replaceable, self._note = restarts, replaceable, note
         self._router: Router | None = None
         self._workers: dict[str, Worker] = {}
@@ -59,8 +59,7 @@ class RolloutEngines:
     async def start(self) -> None:
         """Starts the engines side by side; ``client`` speaks to all of them from then on."""
         if self._count == 1:
-            worker = await self._placement.start("engine", "evergrad.inference", self._config)
-            self.client = EngineClient(worker.base_url, worker.token)
+            self.client, _ = await self._make("engine")
             return
         self.client = self._router = Router()
         await asyncio.gather(*(self._start_one() for _ in range(self._count)))
@@ -78,10 +77,8 @@ class RolloutEngines:
         assert self._router is not None, "one engine has nobody to take its place"
         self._started += 1
         name = f"engine-{self._started}"
-        worker = await self._placement.start(
-            name, "evergrad.inference", self._config, on_death=lambda death: self._died(name, death)
-        )
-        client = EngineClient(worker.base_url, worker.token)
+        client, worker = await self._make(name, lambda death: self._died(name, death))
+        assert worker is not None, "a server at an address is one, not several"
         try:
             await self._router.add(name, client)
         except BaseException:
@@ -92,7 +89,7 @@ class RolloutEngines:
     def _died(self, name: str, death: WorkerDied) -> None:
         joined = self._workers.pop(name, None) is not None
         if not joined or not self._replaceable() or not self._restarts.take():
-            self._placement.report(death)
+            self._make.placement.report(death)
             return
         self._note(f"{death}; the other engines go on, and another takes its place ({self._restarts})")
         task = asyncio.create_task(self._replace(name), name=f"replace {name}")
@@ -106,7 +103,7 @@ class RolloutEngines:
             await self._start_one()
         except Exception as error:
             # Nobody waits for this task; the run's own watch tells the error, and ends the run or starts it anew.
-            self._placement.report(error)
+            self._make.placement.report(error)
 
     async def __aenter__(self) -> RolloutEngines:
         return self

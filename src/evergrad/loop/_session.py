@@ -21,6 +21,7 @@ from evergrad.envs import Taskset
 from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
+from evergrad.loop._engines import EngineMaker
 from evergrad.loop._folder import WAITING, LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._replicas import Restarts, RolloutEngines
@@ -366,13 +367,22 @@ class Session:
             transfer=config.transfer,
             **config.trainer.model_dump(),
         )
-        engine_config = EngineConfig(model=str(model), threads=threads, seed=config.seed)
         replicas = config.placement.replicas
-        share = engine_config.model_copy(update={"threads": max(1, threads // replicas)})
+        make = EngineMaker(
+            self.placement,
+            config.engine,
+            model,
+            max(1, threads // replicas),
+            config.seed,
+            config.trainer.lora.rank if config.transfer.adapter_only else None,
+            self.folder.path / "scratch",
+        )
         self.engines = await self._exit.enter_async_context(
-            RolloutEngines(self.placement, share, replicas, self._restarts, self._engine_is_replaceable, self.console.note)
+            RolloutEngines(make, replicas, self._restarts, self._engine_is_replaceable, self.console.note)
         )
         self.console.note(f"starting {'engine' if replicas == 1 else f'{replicas} engines'} and trainer on {config.model}")
+        if config.engine.backend != "evergrad":
+            self.console.note(f"  {config.engine.backend} does not step in lockstep: this run will not repeat bit for bit")
         trainer, _ = await asyncio.gather(
             self.placement.start("trainer", "evergrad.training", trainer_config), self.engines.start()
         )
@@ -381,9 +391,8 @@ class Session:
         from transformers import AutoTokenizer
 
         self.renderer = Renderer(AutoTokenizer.from_pretrained(model))
-        self.serving = await self._exit.enter_async_context(
-            Serving(self.placement, engine_config, self.registry, self.folder.path)
-        )
+        served = EngineConfig(model=str(model), threads=threads, seed=config.seed)
+        self.serving = await self._exit.enter_async_context(Serving(self.placement, served, self.registry, self.folder.path))
         self.teachers = await self._exit.enter_async_context(
             Teachers(self.placement, trainer_config, self.trainer, self.registry, self.folder.path)
         )

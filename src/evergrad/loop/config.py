@@ -13,6 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from evergrad.config import Config, found_model, found_path, nearest
 from evergrad.evals import CanaryConfig, GateConfig
+from evergrad.inference.backends import BackendConfig, require_servable
 from evergrad.loop.distill import DistillConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
 from evergrad.training import (
@@ -353,6 +354,7 @@ class RunConfig(Config):
     critic: CriticConfig | None = None
     """For ``rl.advantage = "generalized"``, PPO's advantage (GAE); none when absent."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    engine: BackendConfig = Field(default_factory=BackendConfig)
     sinks: list[SinkConfig] = Field(default_factory=list)
     """Where the figures of each step go besides ``metrics.jsonl``."""
     worth: WorthConfig | None = None
@@ -366,6 +368,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _sound(self) -> RunConfig:
         require_adapter(self.trainer.method, self.transfer)
+        require_servable(self.engine, self.transfer, self.trainer.lora, self.placement.replicas)
         if not CODECS[self.transfer.codec].exact:
             exact = " or ".join(repr(name) for name, codec in CODECS.items() if codec.exact)
             raise ValueError(

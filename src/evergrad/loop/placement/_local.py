@@ -206,7 +206,10 @@ def _cpu_seconds(pid: int) -> float:
 async def _complaint(http: httpx.AsyncClient) -> str | None:
     """What is wrong with a worker by its own words or its silence; ``None`` when it works, or loads."""
     try:
-        health = (await http.get("/health")).json()
+        answer = await http.get("/health")
+        if answer.status_code == 200 and not answer.content:
+            return None  # vLLM's way to say that all is well
+        health = answer.json()
         return str(health["reason"]) if health["status"] == "failing" else None
     except (httpx.HTTPError, ValueError, KeyError) as error:
         return f"/health does not answer ({type(error).__name__})"
