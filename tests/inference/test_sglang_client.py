@@ -120,8 +120,11 @@ async def test_sglang_takes_adapters_under_new_names(small: Path, tmp_path: Path
 
 async def test_what_sglang_cannot_do_is_refused(small: Path) -> None:
     async with sglang(sglang_answers(small), small) as (client, server):
-        with pytest.raises(EngineError, match="top_p = 1"):
-            await client([1], Sampling(top_p=0.9))
+        for sampling in (Sampling(top_p=0.9), Sampling(top_k=3), Sampling(min_p=0.1)):
+            with pytest.raises(EngineError, match="top_p = 1"):
+                await client([1], sampling)
+        with pytest.raises(EngineError, match="stop_token_ids"):
+            await client([1], Sampling(stop=("\n",)))
         assert server.asked == []
     wrong: list[tuple[str, Any, str]] = [
         ("/get_model_info", {"model_path": "models/other"}, "has read 'models/other'"),

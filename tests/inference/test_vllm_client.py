@@ -31,7 +31,7 @@ def small(model_folder: Path) -> Path:
 
 async def test_a_request_names_all_that_decides_what_is_drawn(small: Path) -> None:
     async with vllm(vllm_answers(), small) as (client, server):
-        sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=12, stop_token_ids=(4,), seed=3)
+        sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, max_tokens=12, stop_token_ids=(4,), seed=3)
         done = await client([5, 6], sampling, session_id="s")
         (body,) = server.bodies("/inference/v1/generate")
     assert body == {
@@ -43,6 +43,7 @@ async def test_a_request_names_all_that_decides_what_is_drawn(small: Path) -> No
             "temperature": 0.7,
             "top_p": 0.9,
             "top_k": 5,
+            "min_p": 0.05,
             "seed": 3,
             "stop_token_ids": [4],
             "ignore_eos": True,

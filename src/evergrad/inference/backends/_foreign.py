@@ -134,8 +134,11 @@ class ForeignClient(ABC):
         """One completion.
 
         Raises:
-            EngineError: the server refuses it, or its answer cannot be read.
+            EngineError: the server refuses it, its answer cannot be read, or texts are to end the completion.
         """
+        if sampling.stop:
+            # Where such a server ends, and which of the tokens it returns, has not been held against what ours does.
+            raise EngineError("only Evergrad's own engine ends at texts", hint="use stop_token_ids in place of stop")
         await self._going.wait()
         self._require_whole()
         return await self._complete(prompt_token_ids, sampling)

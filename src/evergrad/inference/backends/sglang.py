@@ -43,10 +43,10 @@ class SglangClient(ForeignClient):
     # ---- generation
 
     async def _complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        if sampling.top_p != 1.0 or sampling.top_k > 0:
+        if sampling.top_p != 1.0 or sampling.top_k > 0 or sampling.min_p > 0:
             raise EngineError(
-                "SGLang's log-probabilities leave top_p and top_k out, so they are not those that tokens were drawn with",
-                hint="sample from the whole distribution: top_p = 1, top_k = 0",
+                "SGLang's log-probabilities leave top_p, top_k and min_p out, so they are not those that tokens were drawn with",
+                hint="sample from the whole distribution: top_p = 1, top_k = 0, min_p = 0",
             )
         started = time.perf_counter()
         params = {

@@ -81,6 +81,7 @@ class VllmClient(ForeignClient):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "seed": sampling.seed if self._takes_seeds else None,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # what ends a completion is what was asked for, and nothing else
