@@ -1,9 +1,9 @@
 """Which queue gets a ticket: closed classes, small enough for the ``tiny`` model, over four contracts and a bad verifier.
 
-Each contract names its queues anew and sorts the tickets by their verb. Demonstrations come from a log of which only a part is
-right, so that the start knows the queues and mostly errs; rewards tell the rest. With v2 and v4 one ticket in eight goes where
-nobody could know. The verifier that came with v3 looks into the queues' own logs: the catch-all queue confirms whatever is put
-there, and one right answer in three is logged too late to count. ``gold`` asks a person.
+Each contract names its queues anew and sorts the tickets by their verb. Demonstrations come from a log that is mostly
+wrong about two of the verbs, so that the start knows the queues and errs; rewards tell. With v2 and v4 one ticket in eight goes
+where nobody could know. The verifier that came with v3 looks into the queues' own logs: the catch-all queue confirms
+whatever is put there, and one right answer in three is logged too late to count. ``gold`` asks a person.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Queues(Environment):
 
     class Config(EnvironmentConfig):
         log: str = "checked"
-        """Demonstrations: ``mixed`` takes the log for right as it is; of some verbs, two in five entries are."""
+        """Demonstrations: ``mixed`` takes the log for right as it is; of two verbs, three in five entries are."""
         asks: str = "evenly"
         """What customers want: each thing ``evenly``, or ``parts`` of things that used not to be asked for."""
 
@@ -60,7 +60,7 @@ class Queues(Environment):
             if rng.random() < UNKNOWABLE.get(config.contract, 0.0):
                 right = rng.choice(queues.replace(right, ""))
             if config.log == "mixed" and number in ERRS and rng.random() < 0.6:
-                right = rng.choice([queues[number - 1], queues[-1 if config.contract == BAD_VERIFIER else number - 2]])
+                right = queues[-1] if config.contract == BAD_VERIFIER else queues[number - 1]
             late = config.contract == BAD_VERIFIER and config.log == "checked" and rng.random() < 1 / 3
             prompt = f"The {item} of order {rng.randint(10, 9999)}: {VERBS[number]}"
             yield TaskRow(prompt, {"queue": right, "late": late})

@@ -647,7 +647,7 @@ class _Measuring:
         self.saved = json.loads(json.dumps(self.state.scores))
 
 
-async def _succeed(task: Task, *_: Any, rollout_id: str, group_id: str) -> Rollout:
+async def _succeed(task: Task, *_: Any, rollout_id: str, group_id: str, audit: bool) -> Rollout:
     return Rollout(rollout_id, group_id, task.task_id, (), Outcome.SCORED, 1.0, usage=Usage(completion_tokens=1))
 
 
