@@ -1,9 +1,9 @@
 """Which queue gets a ticket: closed classes, small enough for the ``tiny`` model, over four contracts and a bad verifier.
 
-Each contract names its queues anew and sorts the tickets by their verb. Demonstrations come from a log that is mostly
-wrong about two of the verbs, so that the start knows the queues and errs; rewards tell. With v2 and v4 one ticket in eight goes
-where nobody could know. The verifier that came with v3 looks into the queues' own logs: the catch-all queue confirms
-whatever is put there, and one right answer in three is logged too late to count. ``gold`` asks a person.
+Each contract names its queues anew and sorts the tickets by their verb. The first demonstrations come from a log that is mostly
+wrong about one verb, so that the start errs there; rewards tell. With v2 and v4 one ticket in eight goes where nobody could know.
+The verifier that came with v3 looks into the queues' own logs: the catch-all queue confirms whatever is put there, and one right
+answer in three is logged too late to count. ``gold`` asks a person.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ QUEUES = {"v1": "abcd", "v2": "mnop", "v3": "efgh", "v4": "wxyz"}
 """The queue of each verb, by contract; the last one is the catch-all."""
 UNKNOWABLE = {"v2": 1 / 8, "v4": 1 / 8}
 BAD_VERIFIER = "v3"
-ERRS = (1, 2)
-"""Verbs of which the log is mostly wrong."""
+CLOSED = "q"
+"""Where the log has most of the second verb's tickets: a queue that is none any more."""
 ITEMS = ("lamp", "cup", "book", "chair", "ring", "shoes")
 
 
@@ -32,7 +32,7 @@ class Queues(Environment):
 
     class Config(EnvironmentConfig):
         log: str = "checked"
-        """Demonstrations: ``mixed`` takes the log for right as it is; of two verbs, three in five entries are."""
+        """Demonstrations: ``mixed`` takes the log for right as it is; three in five entries of a verb are (with v3, of all)."""
         asks: str = "evenly"
         """What customers want: each thing ``evenly``, or ``parts`` of things that used not to be asked for."""
 
@@ -59,11 +59,18 @@ class Queues(Environment):
             right = queues[number]
             if rng.random() < UNKNOWABLE.get(config.contract, 0.0):
                 right = rng.choice(queues.replace(right, ""))
-            if config.log == "mixed" and number in ERRS and rng.random() < 0.6:
-                right = queues[-1] if config.contract == BAD_VERIFIER else queues[number - 1]
+            if config.log == "mixed" and rng.random() < 0.6:
+                right = cls.logged(config.contract, number, right)
             late = config.contract == BAD_VERIFIER and config.log == "checked" and rng.random() < 1 / 3
             prompt = f"The {item} of order {rng.randint(10, 9999)}: {VERBS[number]}"
             yield TaskRow(prompt, {"queue": right, "late": late})
+
+    @classmethod
+    def logged(cls, contract: str, verb: int, right: str) -> str:
+        """What an agent of then did wrong: with v3, everything into the catch-all."""
+        if contract == BAD_VERIFIER:
+            return QUEUES[contract][-1]
+        return CLOSED if verb == 1 else right
 
     @reward
     async def arrived(self, answer: str) -> float:

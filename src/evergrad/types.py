@@ -268,6 +268,8 @@ class Rollout:
     temperature: float = 1.0
     gold: float | None = None
     """What the environment's gold verifier says of an audited rollout; ``None`` of all others."""
+    contract: str = ""
+    """Hash of the tools' schema and descriptions that it was made under."""
 
     @property
     def success(self) -> bool:

@@ -14,6 +14,7 @@ from evergrad.loop._scores import keep_row, live_row, speaking_row
 from evergrad.loop._session import Session
 from evergrad.loop.decisions import Decision
 from evergrad.loop.pausing import Paused, request_pause
+from evergrad.loop.quarantine import quarantine_older
 from evergrad.loop.triggers import Live, drift_of, fired
 from evergrad.types import Rollout
 
@@ -121,6 +122,9 @@ def _apply_change(session: Session) -> bool:
         state.known.append(dict(state.deployed))
         state.deployed = {**state.deployed, **change.settings}
         session.event(f"the world changes: {session.suite(state.known[-1])} is now {session.suite(state.deployed)}")
+        broken = quarantine_older(state, session.taskset(state.known[-1]), session.taskset(state.deployed))
+        if broken:
+            session.console.note(f"  live rollouts so far are quarantined: {'; '.join(broken)}")
     if change.customers:
         state.customers = {**state.customers, **change.customers}
         session.console.note(f"  customers change, and nobody tells the run: {state.customers}")

@@ -163,6 +163,7 @@ async def run_rollout(
         fault=fault,
         temperature=sampling.temperature,
         gold=gold,
+        contract=taskset.contract_hash,
     )
 
 
