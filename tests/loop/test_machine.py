@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evergrad.config import load_config
 from evergrad.ledger import Ledger
 from evergrad.loop._folder import LoopState, RunFolder, Stage, lock_folder
+from evergrad.loop._timeline_plot import timeline_png, timeline_svg
 from evergrad.loop.config import RunConfig
 from evergrad.loop.controller import run_loop
 from evergrad.loop.decisions import Decision, take
@@ -117,3 +119,49 @@ def test_the_two_names_of_run_are_one_command() -> None:
     from evergrad.service.cli import app, loop_app
 
     assert {each.callback for each in app.registered_commands} & {each.callback for each in loop_app.registered_commands}
+
+
+def a_report() -> dict[str, Any]:
+    """Two cycles: the first promotes, the second refuses a candidate that forgets and that gold does not confirm."""
+    steps = [
+        (1, "decide", "train", "warm_start", {}),
+        (1, "measure", "promoted", "watch", {}),
+        (1, "watch", "next cycle", "decide", {"fired": ["contract", "fall"]}),
+        (2, "decide", "train", "warm_start", {}),
+        (2, "measure", "refused", "watch", {"guards": [{"suite": "s@v1", "holds": False}]}),
+    ]
+    keys = ("cycle", "stage", "decided", "following", "evidence")
+    return {
+        "decisions": [{**dict(zip(keys, step, strict=True)), "why": "because"} for step in steps],
+        "cycles": [
+            {"cycle": 1, "score_before": 0.5, "score_after": 1.0, "verdict": "promoted"},
+            {
+                "cycle": 2,
+                "score_before": 0.0,
+                "score_after": 0.9,
+                "verdict": "refused",
+                "evidence": {"integrity": {"gold": 0.3}},
+            },
+        ],
+        "scores": [
+            {"label": "live, cycle 1", "cycle": 1, "check": check, "suite": suite, "mean": mean}
+            for check, (suite, mean) in enumerate([("s@v1", 1.0), ("s@v2", 0.0)])
+        ],
+        "timeline": [{"at_s": 9.0, "cycle": 1, "event": "the world changes: s@v1 is now s@v2"}],
+        "cost": {"by_cycle": {"cycle-1": 0.25, "cycle-2": 0.5}},
+    }
+
+
+def test_the_timeline_shows_triggers_rulings_changes_and_gold() -> None:
+    picture = timeline_svg(a_report())
+    for told in ("contract", "fall", "promoted", "forgets", "gold 30%", "s@v1 → s@v2", "live s@v2", "first start"):
+        assert told in picture, told
+    assert timeline_png(a_report()).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("cycles", [0, 1])
+def test_before_a_second_cycle_there_is_no_line_of_time(cycles: int) -> None:
+    data = a_report()
+    data["decisions"] = [each for each in data["decisions"] if each["cycle"] <= cycles]
+    assert timeline_svg(data) == ""
+    assert timeline_png(data) == b""
