@@ -92,15 +92,15 @@ def _draw_rulings(axes: Any, data: Row) -> None:
 
 
 def _draw_changes(axes: Any, data: Row) -> None:
-    """What happened in the world, at the end of the cycle in which it did."""
+    """What happened in the world, between two checks of live traffic."""
     for row in _rows(data, "timeline"):
         text = str(row.get("event"))
         if row.get("cycle") is None or not text.startswith("the world changes: "):
             continue
-        place = row["cycle"] + 0.62
+        place = row["cycle"] + 0.35
         axes.axvline(place, color=IDLE, lw=1, ls="--")
         told = text.removeprefix("the world changes: ").replace(" is now ", " → ")
-        axes.text(place + 0.03, 0.02, told, rotation=90, ha="left", va="bottom", size=7.5, color=SOFT)
+        axes.text(place - 0.02, 0.02, told, rotation=90, ha="right", va="bottom", size=7.5, color=SOFT)
 
 
 def _trigger(data: Row, cycle: int) -> str:

@@ -207,8 +207,10 @@ async def _turn_cycles(session: Session) -> None:
         if announced:
             session.console.note(f"  {announced}")
         decision = await stages[state.stage](session)
+        deciding = state.stage is Stage.DECIDE
         session.enter(decision)
-        report(session)
+        if not deciding:  # nothing has happened that a report would show, and drawing takes a second
+            report(session)
 
 
 def _announcement(session: Session) -> str:
