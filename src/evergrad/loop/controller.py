@@ -71,19 +71,17 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
         check_folder(folder)
         run_signing_key(folder.path, lambda text: console.note(text, whole=True))
         finished = _finished(config, folder)
-        paused = pause_of(folder.path)
-        if finished is None and paused is None:
-            paused = asyncio.run(_run(config, folder, console))
-        if finished is None and paused is not None:
-            _tell_pause(folder, console, paused)
-            if not (folder.path / "state.json").exists():
-                return folder.path
-            rebuild_report(config, folder)
-        elif finished is not None:
+        if finished is not None:
             console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir", whole=True)
+        else:
+            paused = pause_of(folder.path) or asyncio.run(_run(config, folder, console))
+            if paused is not None:
+                _tell_pause(folder, console, paused)
+        if (folder.path / "state.json").exists():
+            # Once more, since ending the workers took time, and the report is to say what the ledger says.
             rebuild_report(config, folder)
-        write_timeline(folder.path)
-        console.summary(read_report(folder.path), folder.path)
+            write_timeline(folder.path)
+            console.summary(read_report(folder.path), folder.path)
     except (KeyboardInterrupt, asyncio.CancelledError):
         _leave(config, folder, console)
         raise KeyboardInterrupt from None
@@ -210,7 +208,8 @@ async def _turn_cycles(session: Session) -> None:
         deciding = state.stage is Stage.DECIDE
         session.enter(decision)
         if not deciding:  # nothing has happened that a report would show, and drawing takes a second
-            report(session)
+            with session.clock.phase("store"):
+                report(session)
 
 
 def _announcement(session: Session) -> str:
