@@ -17,7 +17,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-seeds demo-control test test-slow test-trl test-vllm check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
+.PHONY: help setup demo demo-short demo-perpetual demo-seeds demo-control test test-slow test-trl test-vllm check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -52,6 +52,10 @@ demo: $(READY)  ## The whole story on the real 135M model: learn, promote, chang
 demo-short: $(READY)  ## Every step of the demo on a tiny model: shows that all works here (about a minute)
 	rm -rf $(RUNS)/demo-short
 	$(EVERGRAD) run examples/demo_short.toml --run-dir $(RUNS)/demo-short
+
+demo-perpetual: $(READY)  ## Twelve cycles on a tiny model while the world changes and things go wrong (minutes)
+	rm -rf $(RUNS)/perpetual
+	$(EVERGRAD) loop run examples/perpetual.toml --run-dir $(RUNS)/perpetual
 
 demo-seeds: $(READY)  ## The demo with three seeds, then a table over them
 	for seed in $(SEEDS); do \

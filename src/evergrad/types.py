@@ -270,6 +270,10 @@ class Rollout:
     fault: str = ""
     """Why it is not ``SCORED``; empty otherwise."""
     temperature: float = 1.0
+    gold: float | None = None
+    """What the environment's gold verifier says of an audited rollout; ``None`` of all others."""
+    contract: str = ""
+    """Hash of the tools' schema and descriptions that it was made under."""
 
     @property
     def success(self) -> bool:
@@ -376,6 +380,8 @@ class EvalReport:
     """Task id to slice name."""
     usage: Usage = Usage()
     outcomes: Mapping[str, int] = field(default_factory=dict)
+    gold: Mapping[str, float] = field(default_factory=dict)
+    """Task id to gold score, of the tasks that were audited."""
 
     @property
     def mean(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 
-from evergrad.evals import Bettor, EvalError, betting_e_process, mixture_e_value
+from evergrad.evals import Bettor, EvalError, betting_e_process, fall_e_value, mixture_e_value, success_upper_bound
 
 
 def test_seventy_wins_and_thirty_losses() -> None:
@@ -93,3 +94,38 @@ def test_what_is_no_difference_of_scores_is_refused() -> None:
             betting_e_process([bad])
     with pytest.raises(EvalError, match="threshold"):
         Bettor(1.0)
+
+
+@pytest.mark.parametrize(("successes", "failures", "rate"), [(0, 3, 0.9), (5, 2, 0.8), (20, 4, 0.97)])
+def test_the_e_value_of_a_fall_is_the_mixture_over_lower_rates(successes: int, failures: int, rate: float) -> None:
+    whole, _ = quad(lambda q: (q / rate) ** successes * ((1 - q) / (1 - rate)) ** failures / rate, 0, rate)
+    assert fall_e_value(successes, failures, rate) == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_upper_bound_is_where_the_e_value_crosses() -> None:
+    for successes, failures in ((0, 24), (3, 21), (20, 4), (90, 10)):
+        bound = success_upper_bound(successes, failures, 0.01)
+        assert fall_e_value(successes, failures, bound) == pytest.approx(100, rel=1e-6)
+        assert bound > successes / (successes + failures)
+    assert success_upper_bound(24, 0, 0.01) == 1.0
+
+
+def test_a_rate_that_has_not_fallen_is_accused_no_more_often_than_it_may_however_often_one_looks() -> None:
+    rng, accused, trials = Random(4), 0, 400
+    for _ in range(trials):
+        successes = 0
+        for request in range(1, 401):
+            successes += rng.random() < 0.9
+            if fall_e_value(successes, request - successes, 0.9) >= 20:
+                accused += 1
+                break
+    assert accused / trials <= 0.05
+
+
+def test_a_fall_to_two_thirds_is_seen_within_four_checks() -> None:
+    rng = Random(5)
+    seen = 0
+    for _ in range(100):
+        successes = sum(rng.random() < 0.6 for _ in range(96))
+        seen += success_upper_bound(successes, 96 - successes, 0.01) < 0.9
+    assert seen >= 95

@@ -112,6 +112,8 @@ class Loop:
     def event(self, text: str) -> None:
         self.told.append(text)
 
+    def safe_point(self) -> None: ...
+
     def out_of_budget(self) -> str | None:
         return self.spent
 
@@ -138,7 +140,8 @@ async def carried_out(loop: Loop) -> Release:
     session: Any = loop
     assert loop.config.canary is not None
     begin_release(session, loop.config.canary, VERDICT)
-    assert await release(session) is Stage.WATCH
+    ended = await release(session)
+    assert ended.following is Stage.WATCH
     return loop.standing()
 
 

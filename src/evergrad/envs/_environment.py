@@ -191,6 +191,11 @@ class Environment:
         """The replies of a perfect agent, in order, or ``None`` where nobody knows them. Warm starts and checks use it."""
         return None
 
+    async def gold(self, answer: str) -> float | None:
+        """What the rewards stand for, in [0, 1], judged by dearer means than they are: asked of a share of the rollouts, to see
+        whether the rewards can still be trusted. ``None`` where there is no such judgement."""
+        return None
+
     def hint(self) -> str | None:
         """What a teacher is told beyond the prompt, such as the answer or a way to it, or ``None``; the policy never reads it.
         Asked of a fresh instance, before ``setup``."""

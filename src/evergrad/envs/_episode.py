@@ -103,6 +103,18 @@ class Episode:
             raise VerifierFault("the environment has no @reward method for the end")
         return score
 
+    async def gold(self) -> float | None:
+        """Asks the gold verifier about the final answer. Raises VerifierFault."""
+        try:
+            value = await bounded(self.environment.gold(self.answer or ""), self._limits.score_timeout_s)
+        except _CAUGHT as error:
+            raise VerifierFault(f"gold {_describe(error)}") from error
+        if value is None:
+            return None
+        if isinstance(value, str) or not _finite(value) or not 0 <= value <= 1:
+            raise VerifierFault(f"gold gave {value!r}, not a number in [0, 1]"[:200])
+        return float(value)
+
     async def _judge(self, text: str, *, per_turn: bool) -> Score:
         total, parts = 0.0, {}
         for part in self.environment._rewards:

@@ -184,6 +184,11 @@ class Taskset:
         """Whether the environment defines ``hint``."""
         return self.environment_class.hint is not Environment.hint
 
+    @property
+    def has_gold(self) -> bool:
+        """Whether the environment defines ``gold``."""
+        return self.environment_class.gold is not Environment.gold
+
     def hint(self, task: Task) -> str:
         """What a teacher is told of ``task`` beyond its prompt; empty where there is nothing.
 

@@ -1,6 +1,7 @@
 """Measures a version on held-out tasks and rules on promotion."""
 
 from evergrad.evals.canary import CanaryConfig, CanaryRuling, CanaryStep, HarmTest, rule_on_canary
+from evergrad.evals.drift import drift_level, drift_p
 from evergrad.evals.evaluation import (
     GIVEN_UP,
     EvalError,
@@ -12,9 +13,26 @@ from evergrad.evals.evaluation import (
     report_hash,
     suite_hash,
 )
+from evergrad.evals.integrity import (
+    AuditConfig,
+    Overstatement,
+    PoweredMean,
+    audited_tasks,
+    is_audited,
+    overstatement,
+    powered_mean,
+)
 from evergrad.evals.plan import Plan, announce, plan_from_json, uses_of
 from evergrad.evals.ruling import Costs, gate
-from evergrad.evals.sequential import Bettor, betting_e_process, give_up_on, mixture_e_value
+from evergrad.evals.saturation import SATURATED_ABOVE, error_reduction, is_saturated
+from evergrad.evals.sequential import (
+    Bettor,
+    betting_e_process,
+    fall_e_value,
+    give_up_on,
+    mixture_e_value,
+    success_upper_bound,
+)
 from evergrad.evals.series import Rule, Trial, next_level, trials_of
 from evergrad.evals.settings import GateConfig
 from evergrad.evals.statistics import (
@@ -34,6 +52,8 @@ from evergrad.evals.statistics import (
 
 __all__ = [
     "GIVEN_UP",
+    "SATURATED_ABOVE",
+    "AuditConfig",
     "Bettor",
     "CanaryConfig",
     "CanaryRuling",
@@ -43,32 +63,44 @@ __all__ = [
     "GateConfig",
     "GiveUp",
     "HarmTest",
+    "Overstatement",
     "PairedDifference",
     "Plan",
+    "PoweredMean",
     "Rule",
     "Run",
     "Trial",
     "announce",
+    "audited_tasks",
     "betting_e_process",
     "content_hash",
     "cost_per_success_ratio",
+    "drift_level",
+    "drift_p",
+    "error_reduction",
     "evaluate",
+    "fall_e_value",
     "gain_interval",
     "gate",
     "give_up_on",
+    "is_audited",
+    "is_saturated",
     "mcnemar_p",
     "mean_interval",
     "mixture_e_value",
     "next_level",
     "non_inferiority_p",
+    "overstatement",
     "paired_difference",
     "pass_at_k",
     "plan_from_json",
+    "powered_mean",
     "report_from_json",
     "report_hash",
     "rule_on_canary",
     "sample_size",
     "sign_flip_p",
+    "success_upper_bound",
     "suite_hash",
     "t_quantile",
     "trials_of",

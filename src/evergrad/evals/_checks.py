@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evergrad.config import Config
 from evergrad.evals.evaluation import GIVEN_UP, content_hash
 from evergrad.evals.plan import Plan
 from evergrad.evals.series import next_level, trials_of
@@ -54,7 +55,13 @@ def check_reports(ruling: Ruling, roles: Mapping[str, Reports]) -> None:
 
 
 def check_plan(
-    ruling: Ruling, plan: Plan, candidate_id: str, incumbent_id: str | None, primary: str, roles: Mapping[str, Reports]
+    ruling: Ruling,
+    plan: Plan,
+    candidate_id: str,
+    incumbent_id: str | None,
+    primary: str,
+    roles: Mapping[str, Reports],
+    audit: Config | None = None,
 ) -> None:
     """Refuses evidence that is not what was announced; names what differs."""
     measured_suites = {suite: report.suite_hash for suite, report in sorted(roles["candidate"].items())}
@@ -66,6 +73,7 @@ def check_plan(
         "suites": (planned, measured_suites),
         "anchors": (dict(plan.anchors), {suite: report.version_id for suite, report in roles["anchor"].items()}),
         "settings": (plain(plan.gate), plain(ruling.config.model_dump(mode="json"))),
+        "audit": (plain(plan.audit), plain(audit.model_dump(mode="json")) if audit else {}),
         "clusters": (plan.clusters, content_hash(dict(ruling.clusters)) if ruling.clusters else ""),
         "history": (plan.history, content_hash(ruling.history)),
         "level": (plan.level, next_level(ruling.config.series, ruling.config.alpha, trials_of(ruling.history))),

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evergrad.types import EvalReport, EvergradError, Outcome, Rollout, Sampling, Task, Usage, strict_json
+from evergrad.types import EvalReport, EvergradError, Outcome, Rollout, Sampling, Task, Usage, plain, strict_json
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class _Tries:
     outcomes: list[str] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     retries: int = 0
+    gold: list[float] = field(default_factory=list)
+    """Of the audited ones among those that gave a score."""
     slice: str = ""
     fault: str = ""
 
@@ -148,8 +150,9 @@ def suite_hash(tasks: Sequence[Task], sampling: Sampling | None = None, *, finge
 
 
 def report_hash(report: EvalReport) -> str:
-    """Names a report by all that it says."""
-    return content_hash(report)
+    """Names a report by all that it says; one that was never audited has the name that it had before there were audits."""
+    content = plain(report)
+    return content_hash(content if report.gold else {key: value for key, value in content.items() if key != "gold"})
 
 
 def content_hash(content: Any) -> str:
@@ -213,6 +216,8 @@ async def _try(task: Task, run: Run, tries: _Tries) -> tuple[Outcome, float | No
         )
     tries.usage += rollout.usage
     tries.slice = rollout.slice or str(task.metadata.get("slice", ""))
+    if rollout.gold is not None:
+        tries.gold.append(rollout.gold)
     if rollout.outcome is Outcome.POLICY_FAULT:
         return Outcome.POLICY_FAULT, 0.0, rollout.fault
     if rollout.outcome is not Outcome.SCORED:
@@ -237,4 +242,5 @@ def _report(version_id: str, suite: str, hash_of_suite: str, tries: Mapping[str,
         slices={task_id: entry.slice for task_id, entry in tries.items() if entry.slice},
         usage=usage,
         outcomes={**dict(sorted(outcomes.items())), "retries": sum(entry.retries for entry in tries.values())},
+        gold={task_id: math.fsum(entry.gold) / len(entry.gold) for task_id, entry in whole.items() if entry.gold},
     )

@@ -7,13 +7,14 @@ is given a plan refuses evidence that does not match it, and the verdict carries
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from evergrad.config import Config
 from evergrad.evals.evaluation import content_hash
 from evergrad.evals.series import next_level, trials_of
 from evergrad.evals.settings import GateConfig
-from evergrad.types import Verdict
+from evergrad.types import Verdict, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,14 @@ class Plan:
     """Hash of the prices that the costs of both versions are taken at."""
     looks_by_hand: int = 0
     """How often somebody has measured a version on some of the primary suite's tasks, outside of any ruling."""
+    audit: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of the gold audit; empty where there is none."""
 
     @property
     def hash(self) -> str:
-        return content_hash(self)
+        content = plain(self)
+        # A plan without an audit keeps the name that it had before there were audits.
+        return content_hash(content if self.audit else {key: value for key, value in content.items() if key != "audit"})
 
 
 def announce(
@@ -60,6 +65,7 @@ def announce(
     clusters: Mapping[str, Any] | None = None,
     price_book: str = "",
     looks_by_hand: int = 0,
+    audit: Config | None = None,
 ) -> Plan:
     """The plan of the ruling that follows ``history``: all verdicts of the series so far, oldest first."""
     trials = trials_of(history)
@@ -76,6 +82,7 @@ def announce(
         clusters=content_hash(dict(clusters)) if clusters else "",
         price_book=price_book,
         looks_by_hand=looks_by_hand,
+        audit=audit.model_dump(mode="json") if audit else {},
     )
 
 

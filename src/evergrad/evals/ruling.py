@@ -6,6 +6,7 @@ One ruling, in this order; all that fails is said, not only the first::
                                                 └──▶ better? (exact McNemar or sign flips, at this try's level in the series)
                                                 └──▶ no guard suite worse than its margin? (incumbent, frozen anchor)
                                                 └──▶ cost per success within bounds? (where asked for)
+                                                └──▶ do rewards and gain hold by gold? (where audited)
 
 A candidate is promoted only when every question has an answer and every answer is yes.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from evergrad.evals._checks import Reports, Ruling, check_plan, check_reports, mismatch, one_version
 from evergrad.evals.evaluation import GIVEN_UP, EvalError, content_hash, report_hash
+from evergrad.evals.integrity import AuditConfig, rule_integrity
 from evergrad.evals.plan import Plan, uses_of
 from evergrad.evals.sequential import betting_e_process, mixture_e_value
 from evergrad.evals.series import next_level, trials_of
@@ -56,6 +58,7 @@ def gate(
     bootstrap: bool = False,
     history: Sequence[Verdict] = (),
     plan: Plan | None = None,
+    audit: AuditConfig | None = None,
 ) -> Verdict:
     """Rules on promoting ``candidate`` over ``incumbent``.
 
@@ -70,6 +73,7 @@ def gate(
         bootstrap: Lets a first version pass without an incumbent, if its own reports are in order.
         history: All verdicts of the same series before this one, oldest first; they decide the level of this try.
         plan: What was announced before anything was measured; evidence that departs from it is refused.
+        audit: How the gold scores of the primary suite's reports are judged; nobody's are when absent.
     """
     config = config or GateConfig()
     ruling = Ruling(config, clusters, history)
@@ -84,13 +88,15 @@ def gate(
     ruling.given_up = chosen in candidate and GIVEN_UP in candidate[chosen].outcomes
     check_reports(ruling, roles)
     if plan is not None:
-        check_plan(ruling, plan, candidate_id, incumbent_id, chosen, roles)
+        check_plan(ruling, plan, candidate_id, incumbent_id, chosen, roles, audit)
     _add_identity(ruling, chosen, roles, plan)
     if not incumbent:
         _rule_without_incumbent(ruling, candidate, chosen, bootstrap)
     elif chosen in candidate:
         _rule_primary(ruling, chosen, candidate, incumbent, plan.looks_by_hand if plan else 0)
         _rule_costs(ruling, chosen, candidate, incumbent, costs)
+        if audit is not None and not {("candidate", chosen), ("incumbent", chosen)} - ruling.usable:
+            rule_integrity(ruling, chosen, candidate[chosen], incumbent[chosen], audit)
     ruling.evidence["guards"] = []
     if not ruling.given_up:
         _rule_guards(ruling, chosen, candidate, incumbent or {}, anchor or {})

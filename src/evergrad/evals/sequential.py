@@ -14,6 +14,11 @@ Graded scores (betting; Waudby-Smith and Ramdas, "Estimating means of bounded ra
 tests the hypothesis that the mean difference D is θ or less: θ = 0 for a gain, θ = −δ for "no worse than δ". For harm, swap
 the arms. One cluster is one observation: of tasks that belong together, give the mean.
 
+A rate that may have fallen (a mixture over all lower rates q; the largest r that stays below 1/α is the upper end of a
+confidence sequence)::
+
+    E(s, f) = 1/r · ∫₀ʳ (q/r)^s ((1 − q)/(1 − r))^f dq = B(s+1, f+1) · I_r(s+1, f+1) / (r^{s+1} (1 − r)^f)
+
 E-processes need more evidence than a test at a preset n. Promotions are ruled by the exact test; these are for stopping.
 """
 
@@ -43,6 +48,42 @@ def mixture_e_value(wins: int, losses: int) -> float:
     log_e = (wins + losses + 1) * math.log(2) + betaln(wins + 1, losses + 1)
     above = float(betaincc(wins + 1, losses + 1, 0.5))
     return math.exp(min(_LARGEST_LOG, log_e + math.log(above))) if above > 0 else 0.0
+
+
+def fall_e_value(successes: int, failures: int, rate: float) -> float:
+    """E-value of the hypothesis that each try succeeds with probability ``rate`` or more.
+
+    >>> round(fall_e_value(1, 3, 0.5), 3), fall_e_value(0, 0, 0.9)
+    (1.3, 1.0)
+    """
+    from scipy.special import betainc, betaln
+
+    if successes < 0 or failures < 0 or not 0 < rate < 1:
+        raise EvalError(f"{successes} successes, {failures} failures at rate {rate}", hint="give counts, and a rate in (0, 1)")
+    below = float(betainc(successes + 1, failures + 1, rate))
+    if below == 0:
+        return 0.0
+    log_e = betaln(successes + 1, failures + 1) + math.log(below)
+    log_e -= (successes + 1) * math.log(rate) + failures * math.log1p(-rate)
+    return math.exp(min(_LARGEST_LOG, log_e))
+
+
+def success_upper_bound(successes: int, failures: int, alpha: float) -> float:
+    """Upper end of the confidence sequence of a success rate: wrong at any time, ever, with probability ``alpha`` at most.
+
+    >>> success_upper_bound(0, 0, 0.01), round(success_upper_bound(3, 21, 0.01), 2)
+    (1.0, 0.43)
+    """
+    low, high = successes / max(1, successes + failures), 1.0
+    if failures == 0:
+        return 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if middle >= 1.0 or fall_e_value(successes, failures, middle) >= 1 / alpha:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def betting_e_process(differences: Iterable[float], *, threshold: float = 0.0) -> list[float]:

@@ -62,7 +62,7 @@ def gate_suites(session: Session, history: Sequence[Verdict]) -> list[GateSuite]
     tasks, its first ones are a guard like any other.
     """
     state = session.state
-    guards = [GateSuite(session.suite(each), each) for each in (state.deployed, *state.known)]
+    guards = [GateSuite(session.suite(each), each) for each in (state.deployed, *session.known)]
     name = guards[0].name
     used = sum(str(verdict.evidence.get("primary", "")).partition("#")[0] == name for verdict in history)
     draw = fresh_draw(session, state.deployed, used)
@@ -92,6 +92,7 @@ def write_plan(
         anchors={suite: report.version_id for suite, report in anchors.items()},
         price_book=session.ledger.price_book.hash,
         looks_by_hand=_looks(session, suites[0]),
+        audit=session.config.audit,
     )
     ruled = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
     plan = _announced_before(session.folder.path, planned, ruled) or planned

@@ -42,9 +42,10 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
         hint = f"set it to {cores} at most, or leave it out to use all"
         raise InputError(f"placement.threads = {config.placement.threads}, but there are {cores} cores", hint=hint)
     deployed = list(_deployed(config))
-    for recipe in (config.learn, config.adapt or config.learn):
+    for recipe in config.recipes:
         Taskset(config.environment.name, {**deployed[0], **recipe.warm_start.settings})
     suites = _suites(config, deployed)
+    _check_audit(config)
     for guard in config.gate.guards:
         if guard not in suites:
             raise InputError(f"gate.guards names '{guard}', which this run never measures", hint=nearest(guard, suites))
@@ -54,9 +55,19 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
     _check_teachers(config, student)
 
 
+def _check_audit(config: RunConfig) -> None:
+    taskset = Taskset(config.environment.name, config.environment.settings)
+    if config.audit is not None and not taskset.has_gold:
+        raise InputError(
+            f"an [audit] is configured, but environment '{taskset.name}' has no gold verifier",
+            where=config.environment.name,
+            hint="define 'async def gold(self, answer: str) -> float | None' in it, or leave [audit] out",
+        )
+
+
 def _check_teachers(config: RunConfig, student: Path) -> None:
     """Teachers read the student's tokens, and hints where they are to have any."""
-    for recipe in (config.learn, config.adapt or config.learn):
+    for recipe in config.recipes:
         distill = recipe.rl.distill
         if distill is None or not recipe.rl.steps:
             continue

@@ -35,6 +35,7 @@ _KEEP_CHECKPOINTS = 2
 class Stage(StrEnum):
     """Where a cycle stands; each stage can be entered again after a crash."""
 
+    DECIDE = "decide"
     WARM_START = "warm_start"
     LEARN = "learn"
     MEASURE = "measure"
@@ -50,7 +51,7 @@ class LoopState:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     cycle: int = 1
-    stage: Stage = Stage.WARM_START
+    stage: Stage = Stage.DECIDE
     step: int = 0
     """Optimizer steps done in this stage."""
     group: int = 0
@@ -61,6 +62,8 @@ class LoopState:
     incumbent: str | None = None
     """What ``production`` served when this cycle's candidate was measured."""
     trigger: str = "first start"
+    trigger_kinds: list[str] = field(default_factory=list)
+    """By name, what set this cycle off."""
     deployed: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment as the world runs it now."""
     environments: dict[str, str] = field(default_factory=dict)
@@ -71,8 +74,20 @@ class LoopState:
     """Folder name under ``checkpoints/`` that belongs to this state."""
     serving: str | None = None
     """What this run last put behind ``production``, or found there: another version there was moved by hand."""
+    customers: dict[str, Any] = field(default_factory=dict)
+    """Settings by which the tasks of customers differ from ``deployed``."""
+    live: dict[str, Any] = field(default_factory=dict)
+    """``version_id``, ``suite``, ``successes`` and ``requests`` of all live traffic that this version has had on this suite."""
+    new_failures: int = 0
+    """Verified failures of live traffic in this cycle."""
     watch_checks: int = 0
     changes_applied: int = 0
+    audited: list[list[float]] = field(default_factory=list)
+    """Reward and gold of the rollouts of this cycle that were judged by both."""
+    distrusted: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Suite to ``fingerprint`` and ``why`` of a verifier that a gold audit convicted."""
+    quarantined: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Contract hash to ``suite`` and ``why``: live rollouts made under it are not to be learned from."""
     wall_s: float = 0.0
     """Seconds of earlier sessions."""
     cycle_started: dict[str, float | None] = field(default_factory=dict)
@@ -81,6 +96,8 @@ class LoopState:
     steps: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    """How each stage ended, and on what evidence; see ``decisions.py``."""
 
 
 class RunFolder:

@@ -27,10 +27,12 @@ from typing import Any
 
 from evergrad.loop._figures import step_details
 from evergrad.loop._folder import Stage
+from evergrad.loop._gold_audit import audited_figures, audits_training, distrusted_by_training, keep_audited
 from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop.decisions import Decision
 from evergrad.rollouts import (
     ESTIMATORS,
     Buffer,
@@ -50,7 +52,7 @@ NONFINITE_STEPS = 3
 BASE_TRIES = 24
 
 
-async def warm_start(session: Session) -> Stage:
+async def warm_start(session: Session) -> Decision:
     """Supervised steps on demonstrations; then the result is published, and in the first cycle introduced to serving."""
     state, recipe = session.state, session.recipe.warm_start
     if state.step == 0:
@@ -70,12 +72,17 @@ async def warm_start(session: Session) -> Stage:
             session.console.advance(f"loss {metrics['loss']:.3f}  {session.money()}")
             if state.step % SFT_CHECKPOINT_EVERY == 0 and state.step < len(batches):
                 await session.checkpoint()
+                session.safe_point()
     await session.publish()
     await session.checkpoint()
     version = await session.register("sft", session.contracts())
     if session.registry.resolve(PRODUCTION) in (None, version.version_id):
         await introduce(session, version)
-    return Stage.LEARN
+    losses = [step["loss"] for step in state.steps if (step["kind"], step["cycle"]) == ("sft", state.cycle)]
+    text = f"{version.version_id} after {len(losses)} supervised steps" + (
+        f", the last loss {losses[-1]:.3f}" if losses else ""
+    )
+    return Decision(Stage.LEARN, "warmed up", text, {"steps": len(losses), "loss": losses[-1] if losses else None})
 
 
 async def _look_at_the_base(session: Session) -> None:
@@ -87,12 +94,13 @@ async def _look_at_the_base(session: Session) -> None:
     session.event(f"the base model on {suite}: {sum(rollout.success for rollout in judged)}/{len(judged)} succeed")
 
 
-async def learn(session: Session) -> Stage:
+async def learn(session: Session) -> Decision:
     """Reinforcement learning until its steps are done or the reward has reached ``stop_at_reward``."""
     state, rl = session.state, session.recipe.rl
     if not rl.steps:
         served = session.serving.version
-        return Stage.WATCH if served and served.version_id == session.version_id("sft") else Stage.MEASURE
+        serves = served is not None and served.version_id == session.version_id("sft")
+        return Decision(Stage.WATCH if serves else Stage.MEASURE, "no RL", "the recipe has no RL steps")
     if state.step == 0:
         await session.reset_trainer(session.version_id("sft"))
     await session.start_teacher()
@@ -108,20 +116,32 @@ async def learn(session: Session) -> Stage:
         start=session.waiting_groups(),
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
+    stopped: str | None = None
     try:
         with session.console.stage(f"cycle {state.cycle}: RL", rl.steps, state.step):
             while state.step < rl.steps and not _good_enough(session):
-                reason = session.out_of_budget()
-                if reason:
-                    session.event(f"RL stops after {state.step} steps: {reason}")
+                session.safe_point()
+                stopped = session.out_of_budget() or distrusted_by_training(session)
+                if stopped:
                     break
                 await _step(session, buffer)
     except NothingToLearn as reason:
-        session.event(f"RL stops after {state.step} steps: {reason}")
+        stopped = str(reason)
     finally:
         rolling.cancel()
         await asyncio.gather(rolling, return_exceptions=True)
-    return Stage.MEASURE
+    if stopped:
+        session.event(f"RL stops after {state.step} steps: {stopped}")
+    return _learned(session, stopped)
+
+
+def _learned(session: Session, stopped: str | None) -> Decision:
+    rewards = [step["reward"] for step in session.state.steps if (step["kind"], step["cycle"]) == ("rl", session.state.cycle)]
+    goal = session.recipe.rl.stop_at_reward
+    ended = stopped or (f"the reward has reached {goal:g}" if _good_enough(session) else "all steps are done")
+    evidence = {"steps": len(rewards), "reward_first": rewards[0], "reward_last": rewards[-1]} if rewards else {"steps": 0}
+    text = f"RL ended after {len(rewards)} steps: {ended}"
+    return Decision(Stage.MEASURE, "stopped" if stopped else "learned", text, evidence)
 
 
 async def _step(session: Session, buffer: Buffer) -> None:
@@ -148,6 +168,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
         {
             **batch.metrics,
             **metrics,
+            **audited_figures(session),
             "rollout_s": rolled - started,
             "train_s": trained - rolled,
             "sync_s": time.monotonic() - trained,
@@ -237,10 +258,11 @@ def _plan(session: Session, number: int) -> tuple[str, Task, Mapping[str, Any]]:
     Earlier contracts get ``replay_share`` of the groups, spread evenly; each contract goes through its own tasks in order.
     """
     state, rl = session.state, session.recipe.rl
-    share = rl.replay_share if state.known else 0.0
+    known = session.known
+    share = rl.replay_share if known else 0.0
     replayed = math.floor(number * share)
     if math.floor((number + 1) * share) > replayed:
-        settings, position = state.known[replayed % len(state.known)], replayed // len(state.known)
+        settings, position = known[replayed % len(known)], replayed // len(known)
     else:
         settings, position = state.deployed, number - replayed
     task = session.training_task(settings, position)
@@ -263,7 +285,9 @@ async def _run_one(
             size=rl.group_size,
             seed=derive_seed(session.config.seed, group_id),
             sessions=sessions,
+            audit=audits_training(session, settings),
         )
+        keep_audited(session, group)
         for rollout in group.rollouts:
             session.writer.write(session.state.rl_step, rollout)
         if rl.distill is not None and rl.distill.hint:
@@ -276,17 +300,15 @@ async def _run_one(
 def _good_enough(session: Session) -> bool:
     """The mean reward of the last three steps of this phase has reached ``stop_at_reward``."""
     state, goal = session.state, session.recipe.rl.stop_at_reward
-    if goal is None or state.step < 3:
-        return False
     recent = [step["reward"] for step in state.steps if step["kind"] == "rl" and step["cycle"] == state.cycle][-3:]
-    return bool(sum(recent) / len(recent) >= goal)
+    return goal is not None and len(recent) == 3 and bool(sum(recent) / 3 >= goal)
 
 
 async def _demonstration_batches(session: Session) -> list[TrainingBatch]:
     """All supervised batches of the stage, in an order that the seed decides."""
     state, recipe = session.state, session.recipe.warm_start
     samples = await _demonstrations(session, state.deployed, recipe.demonstrations)
-    for settings in state.known:
+    for settings in session.known:
         samples += await _demonstrations(session, settings, recipe.replay)
     rng = Random(derive_seed(session.config.seed, "warm_start", state.cycle))
     batches: list[TrainingBatch] = []

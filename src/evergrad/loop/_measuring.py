@@ -26,15 +26,17 @@ from evergrad.loop._announcing import (
 )
 from evergrad.loop._certifying import certify
 from evergrad.loop._folder import Stage, write_json
+from evergrad.loop._gold_audit import audits_task, convict_by_verdict
 from evergrad.loop._releasing import begin_release
 from evergrad.loop._scores import keep_row, score_row, task_costs
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop.decisions import Decision
 from evergrad.rollouts import greedy_rollout
-from evergrad.types import EvalReport, ModelVersion, Rollout, Task, Verdict, strict_json
+from evergrad.types import EvalReport, ModelVersion, Rollout, Task, Verdict, plain, strict_json
 
 
-async def measure(session: Session) -> Stage:
+async def measure(session: Session) -> Decision:
     """Registers, announces, evaluates, rules, promotes. What is on record is reused, so a crash repeats nothing."""
     state = session.state
     session.writer.discard()
@@ -42,8 +44,9 @@ async def measure(session: Session) -> Stage:
     learned = any(step["kind"] == "rl" and step["cycle"] == state.cycle for step in state.steps)
     candidate = await session.register("rl" if learned else "sft", session.contracts())
     if _serves_already(session, candidate):
-        session.event(f"no RL step was done, so there is nothing to measure: {candidate.version_id} serves already")
-        return Stage.WATCH
+        told = f"no RL step was done, so there is nothing to measure: {candidate.version_id} serves already"
+        session.event(told)
+        return Decision(Stage.WATCH, "nothing new", told)
     incumbent = _incumbent(session, candidate)
     history = verdicts_before(session.registry, candidate.version_id, incumbent.version_id)
     suites = gate_suites(session, history)
@@ -52,8 +55,10 @@ async def measure(session: Session) -> Stage:
     plan = write_plan(session, candidate, incumbent, suites, anchors, history)
     before, after = {}, {}
     for each in suites:
+        session.safe_point()
         before[each.name] = await report_for(session, incumbent, each.settings, session.serving.client, each.draw)
         rival = before[each.name] if each.name == primary else None
+        session.safe_point()
         after[each.name] = await report_for(session, candidate, each.settings, session.engine, each.draw, rival)
         if rival is not None and GIVEN_UP in after[each.name].outcomes:
             break  # refused already, whatever the guards say
@@ -62,13 +67,24 @@ async def measure(session: Session) -> Stage:
     if verdict is None:
         with session.clock.phase("gate"):
             verdict = gate(
-                after, before, session.config.gate, primary=primary, anchor=anchors, costs=costs, history=history, plan=plan
+                after,
+                before,
+                session.config.gate,
+                primary=primary,
+                anchor=anchors,
+                costs=costs,
+                history=history,
+                plan=plan,
+                audit=session.config.audit,
             )
     begun = await _rule(session, candidate, verdict)
+    convict_by_verdict(session, verdict)
     _record_cycle(session, verdict, before, after, begun)
     certify(session, verdict, plan, suites)
     state.incumbent = None
-    return Stage.RELEASE if begun else Stage.WATCH
+    word = ("passed" if begun else "promoted") if verdict.promote else "refused"
+    text = f"{word} {candidate.version_id} against {incumbent.version_id}: {'; '.join(verdict.reasons)}"
+    return Decision(Stage.RELEASE if begun else Stage.WATCH, word, text, plain(verdict.evidence, "null"))
 
 
 def _serves_already(session: Session, candidate: ModelVersion) -> bool:
@@ -149,6 +165,7 @@ async def report_for(
     suite, taskset, tasks = suite_name(session, settings, draw), session.taskset(settings), gate_tasks(session, settings, draw)
     session.console.note(f"  measuring {version.version_id} on {suite}, {len(tasks)} tasks")
     rollouts: list[Rollout] = []
+    audits = audits_task(session, tasks)
 
     async def run(task: Task) -> Rollout:
         rollout = await greedy_rollout(
@@ -158,6 +175,7 @@ async def report_for(
             session.renderer,
             rollout_id=f"{version.version_id}-{task.task_id}",
             group_id=f"eval-{version.version_id}-{suite}",
+            audit=audits(task),
         )
         rollouts.append(rollout)
         session.console.advance(f"{sum(each.success for each in rollouts) / len(rollouts):.0%}")

@@ -25,6 +25,7 @@ from evergrad.loop._folder import Stage
 from evergrad.loop._playing import play
 from evergrad.loop._serving import PRODUCTION, Standby
 from evergrad.loop._session import Session
+from evergrad.loop.decisions import Decision
 from evergrad.loop.placement import WorkerDied
 from evergrad.registry import RegistryError
 from evergrad.types import EvergradError, Release, ReleaseState, Rollout, SessionOutcome, Verdict
@@ -49,15 +50,14 @@ def announce_release(session: Session) -> str:
     return f"release of {found.candidate_id}: {requests} requests a check; it answers {shares} of the sessions, then all"
 
 
-async def release(session: Session) -> Stage:
+async def release(session: Session) -> Decision:
     """Carries out the release that the registry knows of, from where it stands to its end."""
     found = session.registry.releases.last(PRODUCTION)
     assert found is not None, "MEASURE begins one before this stage"
     await session.follow()
     if found.state.is_open:
         found = await _carry_out(session, found)
-    _record_end(session, found)
-    return Stage.WATCH
+    return _record_end(session, found)
 
 
 async def _carry_out(session: Session, found: Release) -> Release:
@@ -72,6 +72,7 @@ async def _carry_out(session: Session, found: Release) -> Release:
     stages = _Stages(session, plan, standby, found)
     try:
         while found.state.is_open:
+            session.safe_point()
             found = await stages.check(found)
     finally:
         await stages.shadow.close()
@@ -154,7 +155,8 @@ class _Stages:
 
     async def _play(self, name: str, client: Completes) -> list[Rollout]:
         session = self.session
-        return await play(session, session.state.deployed, session.config.watch.requests, client, name=name, source="live")
+        asked = {**session.state.deployed, **session.state.customers}
+        return await play(session, asked, session.config.watch.requests, client, name=name, source="live")
 
     def _outcome(self, rollout: Rollout, share: float) -> SessionOutcome:
         session_id = rollout.rollout_id
@@ -183,7 +185,7 @@ class _Stages:
         return self.session.registry.releases.roll_back(found, reason=reason, evidence=evidence, actor=ACTOR)
 
 
-def _record_end(session: Session, found: Release) -> None:
+def _record_end(session: Session, found: Release) -> Decision:
     """The end of a release as an event, and in the cycle's line of the report."""
     *before, last = session.registry.releases.events(found.release_id)
     word = "promoted" if found.state is ReleaseState.PROMOTED else "rolled back"
@@ -198,3 +200,4 @@ def _record_end(session: Session, found: Release) -> None:
             "reason": last.reason,
             "evidence": dict(last.evidence),
         }
+    return Decision(Stage.WATCH, word, f"{word} {found.candidate_id}{by}: {last.reason}", dict(last.evidence))

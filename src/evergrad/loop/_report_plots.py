@@ -18,8 +18,8 @@ Row = Mapping[str, Any]
 _NEXT_TO = {"textcoords": "offset points", "va": "center", "parse_math": False}
 """Of a label that stands beside its mark, at an offset in points."""
 
-_COLORS = ("#0f766e", "#b45309", "#4338ca", "#be185d", "#4d7c0f", "#0369a1")
-_INK, _SOFT, _LINE, _IDLE = "#1b1f24", "#5b6572", "#e4e7eb", "#b8c0ca"
+COLORS = ("#0f766e", "#b45309", "#4338ca", "#be185d", "#4d7c0f", "#0369a1")
+INK, SOFT, LINE, IDLE = "#1b1f24", "#5b6572", "#e4e7eb", "#b8c0ca"
 _SIZE, _WIDE = (6.4, 3.5), (13.0, 3.9)
 """Inches, for one column of the page and for both; the page scales the picture to its place."""
 
@@ -31,10 +31,10 @@ def reward(steps: Sequence[Row], axis: str) -> str:
     points = [(at, row) for at, row in points if at is not None]
     if not points:
         return ""
-    with _figure() as (figure, axes):
+    with opened_figure() as (figure, axes):
         cycles = list(dict.fromkeys(row.get("cycle") for _, row in points))
         for number, cycle in enumerate(cycles):
-            color = _COLORS[number % len(_COLORS)]
+            color = COLORS[number % len(COLORS)]
             mine = [(at, row) for at, row in points if row.get("cycle") == cycle]
             label = None if len(cycles) == 1 else _text(f"cycle {cycle}")
             axes.plot(
@@ -51,7 +51,7 @@ def reward(steps: Sequence[Row], axis: str) -> str:
         axes.set_ylabel("reward")
         if len(cycles) > 1:
             axes.legend(frameon=False, loc="lower right")
-        return _svg(figure, f"reward over {axis}")
+        return as_svg(figure, f"reward over {axis}")
 
 
 def success(scores: Sequence[Row]) -> str:
@@ -62,19 +62,19 @@ def success(scores: Sequence[Row]) -> str:
     labels = list(dict.fromkeys(_event(row) for row in rows))
     suites = list(dict.fromkeys(_text(row.get("suite")) for row in rows))
     measured = {(_event(row), _text(row.get("suite"))) for row in rows}
-    with _figure(_WIDE) as (figure, axes):
+    with opened_figure(_WIDE) as (figure, axes):
         beside = {label: [suite for suite in suites if (label, suite) in measured] for label in labels}
         for number, suite in enumerate(suites):
             mine = [row for row in rows if _text(row.get("suite")) == suite]
             places = [labels.index(label) + _shift(beside[label], suite) for label in (_event(row) for row in mine)]
-            _draw_suite(axes, suite, places, mine, _COLORS[number % len(_COLORS)])
+            _draw_suite(axes, suite, places, mine, COLORS[number % len(COLORS)])
         axes.set_xticks(range(len(labels)), [_wrapped(label) for label in labels], parse_math=False)
         axes.set_xlim(-0.4, len(labels) - 0.4)
         axes.set_ylim(-0.04, 1.06)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
         if len(suites) > 1:
             _legend_below(axes)
-        return _svg(figure, "success before and after each event")
+        return as_svg(figure, "success before and after each event")
 
 
 def _shift(suites: Sequence[str], suite: str) -> float:
@@ -93,7 +93,7 @@ def _draw_suite(axes: Any, suite: str, places: Sequence[float], rows: Sequence[R
         for name, mean in (row.get("slices") or {}).items():
             if mean is not None:
                 axes.plot([place + 0.05], [mean], marker="o", ms=3.5, mfc="white", mec=color, lw=0)
-                axes.annotate(_text(name), (place + 0.05, mean), (5, 0), **_NEXT_TO, size=8, color=_SOFT)
+                axes.annotate(_text(name), (place + 0.05, mean), (5, 0), **_NEXT_TO, size=8, color=SOFT)
 
 
 def cost_by_phase(phases: Mapping[str, float | None]) -> str:
@@ -104,18 +104,18 @@ def cost_by_phase(phases: Mapping[str, float | None]) -> str:
     names = [name for name, _ in known]
     amounts = [float(amount or 0.0) for _, amount in known]
     total = sum(amounts)
-    with _figure() as (figure, axes):
-        colors = [_IDLE if name.startswith(("idle", "unattributed")) else _COLORS[0] for name in names]
+    with opened_figure() as (figure, axes):
+        colors = [IDLE if name.startswith(("idle", "unattributed")) else COLORS[0] for name in names]
         axes.barh(range(len(names)), amounts, color=colors, height=0.66)
         for place, amount in enumerate(amounts):
-            axes.annotate(f"{100 * amount / total:.0f}%", (amount, place), (5, 0), **_NEXT_TO, color=_SOFT, size=9)
+            axes.annotate(f"{100 * amount / total:.0f}%", (amount, place), (5, 0), **_NEXT_TO, color=SOFT, size=9)
         axes.set_yticks(range(len(names)), names, parse_math=False)
         axes.set_xlim(0, max(amounts) * 1.12)
         axes.locator_params(axis="x", nbins=6)
         axes.xaxis.set_major_formatter(_formatter(_dollars))
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", visible=True)
-        return _svg(figure, "cost by phase")
+        return as_svg(figure, "cost by phase")
 
 
 def pareto(scores: Sequence[Row]) -> str:
@@ -124,12 +124,12 @@ def pareto(scores: Sequence[Row]) -> str:
     if not rows:
         return ""
     suites = list(dict.fromkeys(_text(row.get("suite")) for row in rows))
-    with _figure() as (figure, axes):
+    with opened_figure() as (figure, axes):
         costs = [float(row["usd_per_success"]) for row in rows]
         if max(costs) > 8 * min(costs):
             axes.set_xscale("log")
         for number, suite in enumerate(suites):
-            color = _COLORS[number % len(_COLORS)]
+            color = COLORS[number % len(COLORS)]
             mine = [row for row in rows if _text(row.get("suite")) == suite]
             axes.scatter(
                 [row["usd_per_success"] for row in mine],
@@ -150,7 +150,7 @@ def pareto(scores: Sequence[Row]) -> str:
         axes.yaxis.set_major_formatter(_formatter(lambda value: f"{100 * value:.0f}%"))
         if len(suites) > 1:
             _legend_below(axes)
-        return _svg(figure, "score against cost per success")
+        return as_svg(figure, "score against cost per success")
 
 
 def _label_apart(axes: Any, rows: Sequence[Row], suites: Sequence[str]) -> None:
@@ -167,7 +167,7 @@ def _label_apart(axes: Any, rows: Sequence[Row], suites: Sequence[str]) -> None:
         taken.append((across, line))
         left = across > 0.75
         place = (across + (-0.018 if left else 0.018), line)
-        color = _COLORS[suites.index(_text(row.get("suite"))) % len(_COLORS)]
+        color = COLORS[suites.index(_text(row.get("suite"))) % len(COLORS)]
         style = {"ha": "right" if left else "left", "va": "center", "size": 8, "color": color, "parse_math": False}
         label = axes.annotate(_event(row), place, xycoords="axes fraction", **style)
         label.set_in_layout(False)
@@ -187,8 +187,13 @@ def front_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 @contextmanager
-def _figure(size: tuple[float, float] = _SIZE) -> Iterator[tuple[Any, Any]]:
-    """A figure that belongs to no global state, so that a report can be drawn from any thread."""
+def opened_figure(size: tuple[float, float] = _SIZE, rows: tuple[int, ...] = (1,)) -> Iterator[tuple[Any, Any]]:
+    """A figure that belongs to no global state, so that a report can be drawn from any thread; and its axes.
+
+    Args:
+        size: Inches.
+        rows: Heights of the axes above one another, in proportion.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -197,27 +202,27 @@ def _figure(size: tuple[float, float] = _SIZE) -> Iterator[tuple[Any, Any]]:
         "svg.hashsalt": "evergrad",
         "font.family": "sans-serif",
         "font.size": 9.5,
-        "axes.edgecolor": _LINE,
-        "axes.labelcolor": _SOFT,
+        "axes.edgecolor": LINE,
+        "axes.labelcolor": SOFT,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
         "axes.grid.axis": "y",
         "axes.axisbelow": True,
-        "grid.color": _LINE,
-        "text.color": _INK,
-        "xtick.color": _SOFT,
-        "ytick.color": _SOFT,
+        "grid.color": LINE,
+        "text.color": INK,
+        "xtick.color": SOFT,
+        "ytick.color": SOFT,
         "xtick.major.size": 0,
         "ytick.major.size": 0,
         "text.parse_math": False,
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
-        yield figure, figure.subplots()
+        yield figure, figure.subplots(len(rows), height_ratios=rows)
 
 
-def _svg(figure: Any, name: str) -> str:
+def as_svg(figure: Any, name: str) -> str:
     out = io.StringIO()
     with warnings.catch_warnings():
         # The page's font has the glyphs that matplotlib's own lacks, and long labels are clipped, not an error.
@@ -248,6 +253,11 @@ def _mark_dollars(axes: Any) -> None:
     else:
         axes.locator_params(axis="x", nbins=5)
     axes.xaxis.set_major_formatter(_formatter(_dollars))
+
+
+def dollar_axis(axis: Any) -> None:
+    """Labels an axis with amounts of money."""
+    axis.set_major_formatter(_formatter(_dollars))
 
 
 def _dollars(amount: float) -> str:

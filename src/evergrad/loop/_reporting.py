@@ -49,6 +49,7 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
             "cycles": state.cycles,
             "steps": [step for step in state.steps if step["kind"] == "rl"],
             "timeline": state.timeline,
+            "decisions": state.decisions,
             "scores": [_without_tasks(score) for score in state.scores],
             "versions": _versions(registry),
             "cost": {

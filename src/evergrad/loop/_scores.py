@@ -61,6 +61,8 @@ def live_row(cycle: int, check: int, suite: str, version_id: str, rollouts: Sequ
     n = len(rewards)
     return {
         "label": f"live, cycle {cycle}" + (f", check {check + 1}" if check else ""),
+        "cycle": cycle,
+        "check": check,
         "suite": suite,
         "version_id": version_id,
         "mean": math.fsum(rewards) / n if n else None,

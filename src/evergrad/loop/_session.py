@@ -22,13 +22,15 @@ from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._engines import EngineMaker
-from evergrad.loop._folder import WAITING, LoopState, RunFolder, Stage, write_text
+from evergrad.loop._folder import WAITING, LoopState, RunFolder, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._scores import reward_interval
 from evergrad.loop._serving import PRODUCTION, Serving
 from evergrad.loop._teaching import Teachers, scorer_of
 from evergrad.loop.config import RecipeConfig, RunConfig
+from evergrad.loop.decisions import Decision, take
+from evergrad.loop.pausing import Paused, pause_of
 from evergrad.loop.placement import LocalPlacement
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import (
@@ -70,6 +72,8 @@ class Session:
         self.serving: Serving
         self.teachers: Teachers
         self._sinks: SinkFan | None = None
+        self.audited: list[Rollout] = []
+        """Judged by gold since the last step was put down."""
 
     async def __aenter__(self) -> Session:
         try:
@@ -131,13 +135,23 @@ class Session:
     def event(self, text: str) -> None:
         """A milestone, on the timeline and on the screen."""
         at_s, usd = self.wall_s(), self.spent_usd()
-        self.state.timeline.append({"at_s": round(at_s, 1), "usd": usd, "event": text})
+        self.state.timeline.append({"at_s": round(at_s, 1), "usd": usd, "cycle": self.state.cycle, "event": text})
         self.console.event(at_s, usd, text)
 
-    def enter(self, stage: Stage) -> None:
-        """Moves to a stage and saves; the stage before is then never entered again in this cycle."""
-        self.state.stage, self.state.step = stage, 0
+    def enter(self, decision: Decision) -> None:
+        """Makes the move that a stage decided on and saves it with its record; that stage is then never entered again."""
+        take(self.state, decision, at_s=self.wall_s(), usd=self.spent_usd())
         self.save_state()
+
+    def safe_point(self) -> None:
+        """A place where the saved state says all, so that the run may stop here.
+
+        Raises:
+            Paused: it is to.
+        """
+        pause = pause_of(self.folder.path)
+        if pause is not None:
+            raise Paused(pause)
 
     def save_state(self) -> None:
         """Writes the state with the seconds up to now. Call it where checkpoint and state agree."""
@@ -184,9 +198,26 @@ class Session:
         """How reports name the environment under these settings, such as ``support_desk@v1``."""
         return self.taskset(settings).suite
 
+    @property
+    def known(self) -> list[dict[str, Any]]:
+        """Earlier deployed settings whose rewards can be trusted, oldest first: what is replayed, guarded and not forgotten."""
+        return [each for each in self.state.known if self.distrust(each) is None]
+
+    def distrust(self, settings: Mapping[str, Any]) -> str | None:
+        """Why the verifier under ``settings`` is not to be trusted; ``None`` where it is, or was changed since."""
+        found = self.state.distrusted.get(self.suite(settings))
+        return found["why"] if found and found["fingerprint"] == self.taskset(settings).fingerprint else None
+
+    def convict(self, settings: Mapping[str, Any], why: str) -> None:
+        """Trusts the verifier under ``settings`` no more, until its source or its settings change."""
+        suite, fingerprint = self.suite(settings), self.taskset(settings).fingerprint
+        if self.distrust(settings) is None:
+            self.state.distrusted[suite] = {"fingerprint": fingerprint, "why": why}
+            self.event(f"the verifier of {suite} is not trusted any more: {why}")
+
     def contracts(self) -> dict[str, str]:
         """Suite to contract hash, of all that the run knows by now."""
-        return {self.suite(each): self.taskset(each).contract_hash for each in (self.state.deployed, *self.state.known)}
+        return {self.suite(each): self.taskset(each).contract_hash for each in (self.state.deployed, *self.known)}
 
     def training_task(self, settings: Mapping[str, Any], position: int) -> Task:
         """Task ``position`` of this cycle's order under ``settings``; none comes twice before all have come once.

@@ -6,31 +6,56 @@ Consumes live rollouts; waits for ``watch.requests`` of them per check; a trigge
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._playing import play
-from evergrad.loop._scores import keep_row, live_row, p_of_so_few, speaking_row
+from evergrad.loop._scores import keep_row, live_row, speaking_row
 from evergrad.loop._session import Session
+from evergrad.loop.decisions import Decision
+from evergrad.loop.pausing import Paused, request_pause
+from evergrad.loop.quarantine import quarantine_older
+from evergrad.loop.triggers import Live, drift_of, fired
 from evergrad.types import Rollout
 
+REFERENCE_TASKS = 96
+"""Of the environment's own requests, with which those of customers are compared."""
 
-async def watch(session: Session) -> Stage:
+
+async def watch(session: Session) -> Decision:
     """Checks traffic until something triggers a cycle, or nothing more can happen in this run."""
     state, config = session.state, session.config
     await session.follow()
     while config.watch.requests:
+        session.safe_point()
         await session.follow()
-        rollouts = await serve_traffic(session, state.deployed, config.watch.requests, check=state.watch_checks)
-        trigger = _judge(session, rollouts)
+        asked = {**state.deployed, **state.customers}
+        rollouts = await serve_traffic(session, asked, config.watch.requests, check=state.watch_checks)
+        triggers = _judge(session, rollouts)
         state.watch_checks += 1
-        if trigger:
-            return _next_cycle(session, trigger)
+        distrust = session.distrust(state.deployed)
+        if triggers and distrust is None:
+            return _next_cycle(session, triggers)
         if not _apply_change(session):
-            break
+            if distrust is not None:
+                _wait_for_repair(session, distrust)
+            if state.watch_checks >= config.watch.every:
+                break
         session.save_state()
-    return _next_cycle(session, "schedule")
+    return _next_cycle(session, {"schedule": "schedule"})
+
+
+def _wait_for_repair(session: Session, why: str) -> None:
+    """Pauses the run: neither training nor traffic says anything while the rewards of what is deployed are wrong.
+
+    Raises:
+        Paused: always.
+    """
+    suite = session.suite(session.state.deployed)
+    reason = f"the rewards of {suite} are not to be trusted ({why}); repair the verifier, then resume"
+    session.event(f"the run pauses itself: {reason}")
+    session.save_state()
+    raise Paused(request_pause(session.folder.path, reason))
 
 
 async def serve_traffic(session: Session, settings: Mapping[str, Any], requests: int, *, check: int) -> list[Rollout]:
@@ -40,55 +65,49 @@ async def serve_traffic(session: Session, settings: Mapping[str, Any], requests:
         return await play(session, settings, requests, session.serving.client, name=name, source="live")
 
 
-@dataclass(frozen=True)
-class WatchReport:
-    """One look at live traffic."""
+def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str]:
+    """Adds one check to what traffic has shown so far; the triggers that it sets off."""
+    state, version, config = session.state, session.serving.version, session.config.watch
+    assert version is not None
+    suite = session.suite(state.deployed)
+    measured = speaking_row(state, version, suite)
+    successes, requests = count_traffic(state, version.version_id, suite, rollouts)
+    live = Live(
+        successes=state.live["successes"],
+        requests=state.live["requests"],
+        expected=measured["success_rate"] if measured else None,
+        n_gate=measured["n"] if measured else 0,
+        new_failures=state.new_failures,
+        contract_changed=session.taskset(state.deployed).contract_hash not in version.metadata["contracts"].values(),
+        drift=drift_of(rollouts, _reference(session), session.config.seed) if config.drift_alpha is not None else None,
+        check=state.watch_checks + 1,
+    )
+    share = f" ({successes / requests:.0%})" if requests else ""
+    unmeasured = "" if measured else f"; {version.version_id} was never measured, so nothing to compare with"
+    session.event(f"live traffic on {suite}: {successes}/{requests} succeed{share}{unmeasured}")
+    keep_row(state, live_row(state.cycle, state.watch_checks, suite, version.version_id, rollouts))
+    return fired(live, config)
 
-    requests: int
-    successes: int
-    expected: float | None
-    """Success rate on the gate split; ``None`` for a version that was never measured."""
-    p_value: float
-    """Chance of so few successes at the expected rate (exact, one-sided)."""
-    contract_changed: bool
 
-    def trigger(self, alpha: float) -> str | None:
-        """Why the next cycle should start, or ``None``."""
-        reasons = []
-        if self.contract_changed:
-            reasons.append("the tool contract changed")
-        if self.expected is not None and self.p_value < alpha:
-            promoted = f"promoted at {self.expected:.2f}, p = {self.p_value:.1e}"
-            reasons.append(f"live success fell to {self.successes}/{self.requests} ({promoted})")
-        return "; ".join(reasons) or None
-
-
-def judge_traffic(rollouts: Sequence[Rollout], expected: float | None, n_gate: int, contract_changed: bool) -> WatchReport:
-    """Compares live outcomes with the success rate that ``n_gate`` tasks of the gate gave.
+def count_traffic(state: LoopState, version_id: str, suite: str, rollouts: Sequence[Rollout]) -> tuple[int, int]:
+    """Adds a check to the counts of this version on this suite; successes and requests of the check alone.
 
     Faults of tools or verifier say nothing of the policy: left out.
     """
     judged = [rollout for rollout in rollouts if rollout.outcome.trainable]
     successes = sum(rollout.success for rollout in judged)
-    if expected is None or not judged:
-        return WatchReport(len(judged), successes, expected, 1.0, contract_changed)
-    p_value = p_of_so_few(successes, len(judged), expected, n_gate)
-    return WatchReport(len(judged), successes, expected, p_value, contract_changed)
+    if (state.live.get("version_id"), state.live.get("suite")) != (version_id, suite):
+        state.live = {"version_id": version_id, "suite": suite, "successes": 0, "requests": 0}
+    state.live["successes"] += successes
+    state.live["requests"] += len(judged)
+    state.new_failures += len(judged) - successes
+    return successes, len(judged)
 
 
-def _judge(session: Session, rollouts: Sequence[Rollout]) -> str | None:
-    state, version = session.state, session.serving.version
-    assert version is not None
-    suite = session.suite(state.deployed)
-    changed = session.taskset(state.deployed).contract_hash not in version.metadata["contracts"].values()
-    measured = speaking_row(state, version, suite)
-    expected, n_gate = (measured["success_rate"], measured["n"]) if measured else (None, 0)
-    report = judge_traffic(rollouts, expected, n_gate, changed)
-    share = f" ({report.successes / report.requests:.0%})" if report.requests else ""
-    unmeasured = "" if measured else f"; {version.version_id} was never measured, so nothing to compare with"
-    session.event(f"live traffic on {suite}: {report.successes}/{report.requests} succeed{share}{unmeasured}")
-    keep_row(state, live_row(state.cycle, state.watch_checks, suite, version.version_id, rollouts))
-    return report.trigger(session.config.watch.alpha)
+def _reference(session: Session) -> list[str]:
+    """What the environment itself has customers ask, as it is deployed."""
+    tasks = session.taskset(session.state.deployed).tasks("train", REFERENCE_TASKS, session.config.seed)
+    return [next((each.content for each in task.prompt if each.role == "user"), "") for task in tasks]
 
 
 def _apply_change(session: Session) -> bool:
@@ -99,22 +118,26 @@ def _apply_change(session: Session) -> bool:
         return False
     change = due[state.changes_applied]
     state.changes_applied += 1
-    state.known.append(dict(state.deployed))
-    state.deployed = {**state.deployed, **change.settings}
-    session.event(f"the world changes: {session.suite(state.known[-1])} is now {session.suite(state.deployed)}")
+    if change.settings:
+        state.known.append(dict(state.deployed))
+        state.deployed = {**state.deployed, **change.settings}
+        session.event(f"the world changes: {session.suite(state.known[-1])} is now {session.suite(state.deployed)}")
+        broken = quarantine_older(state, session.taskset(state.known[-1]), session.taskset(state.deployed))
+        if broken:
+            session.console.note(f"  live rollouts so far are quarantined: {'; '.join(broken)}")
+    if change.customers:
+        state.customers = {**state.customers, **change.customers}
+        session.console.note(f"  customers change, and nobody tells the run: {state.customers}")
     return True
 
 
-def _next_cycle(session: Session, trigger: str) -> Stage:
+def _next_cycle(session: Session, triggers: Mapping[str, str]) -> Decision:
+    """What follows the watch, by the triggers that fired (name to words), while there is a budget for it."""
     state = session.state
+    live = [row for row in state.scores if row["label"].startswith("live")]
+    evidence = {"fired": list(triggers), "triggers": dict(triggers), "live": live[-1] if live else None}
     spent = session.out_of_budget() or ("all cycles are done" if state.cycle >= session.config.budget.cycles else None)
     if spent:
         session.event(f"the run ends: {spent}")
-        return Stage.DONE
-    begin_next_cycle(state, trigger)
-    return Stage.WARM_START
-
-
-def begin_next_cycle(state: LoopState, trigger: str) -> None:
-    """Counts up the cycle; its progress starts from nothing."""
-    state.cycle, state.trigger, state.group, state.watch_checks = state.cycle + 1, trigger, 0, 0
+        return Decision(Stage.DONE, "ended", spent, evidence)
+    return Decision(Stage.DECIDE, "next cycle", "; ".join(triggers.values()), evidence)

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.envs import ENVIRONMENTS, Taskset
-from evergrad.evals import Costs, GateConfig, content_hash, gate, plan_from_json, report_from_json, report_hash, suite_hash
+from evergrad.evals import (
+    AuditConfig,
+    Costs,
+    GateConfig,
+    content_hash,
+    gate,
+    plan_from_json,
+    report_from_json,
+    report_hash,
+    suite_hash,
+)
 from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
 from evergrad.loop._folder import LoopState, read_state
@@ -242,6 +252,7 @@ def _ruled_again(run: Path, content: Mapping[str, Any]) -> Told:
         costs=costs,
         history=history,
         plan=plan,
+        audit=AuditConfig(**plan.audit) if plan.audit else None,
     )
     if content_hash(again) == content["hashes"]["verdict"]:
         return "the same to the last digit"

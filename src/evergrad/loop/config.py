@@ -6,15 +6,18 @@ Rooms keep the settings they need next to their own code; here they are put toge
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from evergrad.config import Config, found_model, found_path, nearest
-from evergrad.evals import CanaryConfig, GateConfig
+from evergrad.evals import AuditConfig, CanaryConfig, GateConfig
 from evergrad.inference.backends import BackendConfig, require_servable
 from evergrad.loop.distill import DistillConfig
+from evergrad.loop.triggers import WatchConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
 from evergrad.training import (
     CriticConfig,
@@ -231,6 +234,12 @@ class RecipeConfig(Config):
     rl: RLConfig = Field(default_factory=RLConfig)
 
 
+class TrialConfig(RecipeConfig):
+    """The recipe of one cycle, for a change that is to be tried; the gate rules on what comes of it as on any other."""
+
+    cycle: int = Field(ge=1)
+
+
 class EvalConfig(Config):
     """How versions are measured: greedily, on the gate split, one try a task."""
 
@@ -239,25 +248,14 @@ class EvalConfig(Config):
     concurrency: int = Field(64, ge=1)
 
 
-class WatchConfig(Config):
-    """How the served version is watched."""
-
-    requests: int = Field(24, ge=0)
-    """Live requests per check; 0 turns watching off."""
-    alpha: float = Field(0.01, gt=0, lt=1)
-    """A check alarms when so many failures would be rarer than this (exact binomial test).
-
-    They are compared with the success rate of the served version on the gate's n tasks, taken as at most 1 − 3/n: that no
-    task failed does not mean that none can.
-    """
-
-
 class ContractChange(Config):
-    """The world changes the deployed environment while the agent serves; for demonstrations and drills."""
+    """The world changes while the agent serves; for demonstrations and drills."""
 
     after_cycle: int = Field(1, ge=1)
-    settings: dict[str, Any]
-    """New values of the environment's settings, such as ``contract = "v2"``."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """New values of the deployed environment's settings, such as ``contract = "v2"``."""
+    customers: dict[str, Any] = Field(default_factory=dict)
+    """Settings by which what customers ask differs from then on, of which nobody tells the run."""
 
 
 class WorthConfig(Config):
@@ -343,10 +341,14 @@ class RunConfig(Config):
     """The first cycle."""
     adapt: RecipeConfig | None = None
     """Later cycles; the same as ``learn`` when absent."""
+    trials: list[TrialConfig] = Field(default_factory=list)
+    """Recipes of single cycles, in the place of ``learn`` or ``adapt``."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
     canary: CanaryConfig | None = None
     """What a candidate goes through between the gate and the alias; none when absent, and the alias moves at once."""
+    audit: AuditConfig | None = None
+    """How much of what the verifier says is judged by the environment's ``gold``, too; nothing when absent."""
     watch: WatchConfig = Field(default_factory=WatchConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
@@ -375,7 +377,7 @@ class RunConfig(Config):
                 f"transfer.codec = '{self.transfer.codec}' changes the weights on their way, and after an update a run proves "
                 f"that the engine scores as the trainer does; use {exact}"
             )
-        recipes = [self.learn, self.adapt or self.learn]
+        recipes = self.recipes
         if self.placement.mode == "disaggregated" and any(r.rl.max_off_policy_steps == 0 and r.rl.steps for r in recipes):
             raise ValueError(
                 "placement.mode = 'disaggregated' overlaps rollouts with training, so rl.max_off_policy_steps must be >= 1"
@@ -388,6 +390,14 @@ class RunConfig(Config):
             )
         if self.critic is not None and not asks:
             raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")
+        twice = [cycle for cycle, count in Counter(each.cycle for each in self.trials).items() if count > 1]
+        if twice:
+            raise ValueError(f"trials has two recipes for cycle {twice[0]}; leave one of them")
+        if self.audit is not None and math.ceil(self.audit.share * self.eval.n) < self.audit.min_n:
+            raise ValueError(
+                f"audit.share = {self.audit.share:g} of eval.n = {self.eval.n} tasks never makes the {self.audit.min_n} pairs "
+                "of audit.min_n: raise it, or lower that"
+            )
         if self.eval.n < self.gate.min_n:
             raise ValueError(
                 f"eval.n = {self.eval.n} tasks never make the {self.gate.min_n} pairs of gate.min_n: raise it, or lower that"
@@ -398,7 +408,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _teachers_are_there(self) -> RunConfig:
-        for recipe, first in ((self.learn, True), (self.adapt, False)):
+        for recipe, first in ((self.learn, True), (self.adapt, False), *((trial, trial.cycle == 1) for trial in self.trials)):
             distill = None if recipe is None or not recipe.rl.steps else recipe.rl.distill
             if distill is None:
                 continue
@@ -426,6 +436,16 @@ class RunConfig(Config):
         """The canary, where there is live traffic that it can be judged by."""
         return self.canary if self.watch.requests else None
 
+    @property
+    def recipes(self) -> list[RecipeConfig]:
+        """All that a cycle may follow: that of the first, of later ones, and of single ones."""
+        return [self.learn, self.adapt or self.learn, *self.trials]
+
+    def is_trial(self, cycle: int) -> bool:
+        """Whether a cycle has a recipe of its own."""
+        return any(each.cycle == cycle for each in self.trials)
+
     def recipe(self, cycle: int) -> RecipeConfig:
         """The recipe of a cycle, counted from 1."""
-        return self.learn if cycle == 1 or self.adapt is None else self.adapt
+        trial = next((each for each in self.trials if each.cycle == cycle), None)
+        return trial or (self.learn if cycle == 1 or self.adapt is None else self.adapt)

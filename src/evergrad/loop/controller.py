@@ -2,11 +2,13 @@
 
 One cycle, and the room each stop lies in::
 
-    trigger ─▶ WARM_START ─▶ LEARN ─────────────▶ MEASURE ─ (RELEASE) ──▶ WATCH ─▶ trigger of the next cycle
-               training      envs, rollouts,      registry, evals,        inference (serving),
-               (SFT)         training, transfer,  ledger, gate,           envs (traffic)
-                             inference            promote
+    DECIDE ─▶ WARM_START ─▶ LEARN ─────────────▶ MEASURE ─ (RELEASE) ──▶ WATCH ─▶ DECIDE of the next cycle
+              training      envs, rollouts,      registry, evals,        inference (serving),
+              (SFT)         training, transfer,  ledger, gate,           envs (traffic)
+                            inference            promote
 
+    DECIDE      consumes the trigger;               waits for nothing;       unblocks WARM_START, or WATCH where training would
+                                                                             buy nothing.
     WARM_START  consumes demonstrations;            waits for the trainer;   unblocks LEARN by publishing version 1.
     LEARN       consumes tasks, then batches;       waits for slots, then    unblocks itself: each update frees slots.
                 see ``_learning.py``                for whole batches;
@@ -16,8 +18,9 @@ One cycle, and the room each stop lies in::
                 see ``_releasing.py``                                        with a [canary].
     WATCH       consumes live rollouts;             waits for traffic;       unblocks the next cycle by a trigger.
 
-Every stage can be entered again: its progress is in ``state.json``, which is saved together with each checkpoint. A worker
-that dies takes the same way as a killed controller: everything stops, and the loop goes on from the last saved state.
+Every stage ends in a decision, which is put on record with its evidence (``decisions.py``). Every stage can be entered again:
+its progress is in ``state.json``, which is saved together with each checkpoint. A worker that dies takes the same way as a
+killed controller: everything stops, and the loop goes on from the last saved state. So does a pause (``pausing.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ import asyncio
 import math
 import signal
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from evergrad.config import load_config
 from evergrad.ledger import Ledger, PriceBook
 from evergrad.loop._checking import check_folder, check_inputs, notice_changed_environments
 from evergrad.loop._console import LoopConsole
+from evergrad.loop._deciding import decide
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
@@ -41,11 +45,13 @@ from evergrad.loop._replicas import Restarts
 from evergrad.loop._reporting import rebuild_report, report
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
-from evergrad.loop._watching import begin_next_cycle, watch
+from evergrad.loop._watching import watch
 from evergrad.loop.certificate import run_signing_key
 from evergrad.loop.config import RunConfig
+from evergrad.loop.decisions import Decision, begin_next_cycle
+from evergrad.loop.pausing import Pause, Paused, pause_of
 from evergrad.loop.placement import WorkerDied
-from evergrad.loop.report import read_report
+from evergrad.loop.report import read_report, write_timeline
 from evergrad.registry import Registry
 from evergrad.types import EvergradError
 
@@ -65,12 +71,17 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
         check_folder(folder)
         run_signing_key(folder.path, lambda text: console.note(text, whole=True))
         finished = _finished(config, folder)
-        if finished is None:
-            asyncio.run(_run(config, folder, console))
-        else:
+        if finished is not None:
             console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir", whole=True)
+        else:
+            paused = pause_of(folder.path) or asyncio.run(_run(config, folder, console))
+            if paused is not None:
+                _tell_pause(folder, console, paused)
+        if (folder.path / "state.json").exists():
+            # Once more, since ending the workers took time, and the report is to say what the ledger says.
             rebuild_report(config, folder)
-        console.summary(read_report(folder.path), folder.path)
+            write_timeline(folder.path)
+            console.summary(read_report(folder.path), folder.path)
     except (KeyboardInterrupt, asyncio.CancelledError):
         _leave(config, folder, console)
         raise KeyboardInterrupt from None
@@ -98,9 +109,14 @@ def _finished(config: RunConfig, folder: RunFolder) -> str | None:
     if spent is not None:
         return f"{spent}, and a larger one opens it again"
     begin_next_cycle(state, "schedule")
-    state.stage, state.step = Stage.WARM_START, 0
+    state.stage, state.step = Stage.DECIDE, 0
     folder.save_state(state)
     return None
+
+
+def _tell_pause(folder: RunFolder, console: LoopConsole, pause: Pause) -> None:
+    console.note(f"paused since {pause.at}: {pause.reason}", whole=True)
+    console.note(f"to go on: evergrad loop resume --run {folder.path}", whole=True)
 
 
 def _price_book(config: RunConfig) -> PriceBook:
@@ -112,6 +128,7 @@ def _leave(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
     if not (folder.path / "state.json").exists():
         return
     rebuild_report(config, folder)
+    write_timeline(folder.path)
     with Registry(folder.path / "registry.sqlite") as registry:
         served = registry.resolve(PRODUCTION)
     if served is None:
@@ -133,14 +150,19 @@ def _stop_on_sigterm() -> None:
         loop.add_signal_handler(signal.SIGTERM, stop)
 
 
-async def _run(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
+async def _run(config: RunConfig, folder: RunFolder, console: LoopConsole) -> Pause | None:
+    """Turns cycles to the end, or to a pause, which is returned."""
     _stop_on_sigterm()
     restarts = Restarts(config.placement.max_restarts)
     while True:
         try:
             async with Session(config, folder, console, restarts) as session:
                 await _supervised(session)
-            return
+            return None
+        except Paused as stop:
+            if pause_of(folder.path) is not None:
+                return stop.pause
+            # Lifted while the workers ended: whoever did so found this process in the folder, and left the rest to it.
         except WorkerDied as death:
             console.note(f"{death}", style="red")
             if not restarts.take():
@@ -168,7 +190,8 @@ async def _supervised(session: Session) -> None:
 
 async def _turn_cycles(session: Session) -> None:
     state = session.state
-    stages: dict[Stage, Any] = {
+    stages: dict[Stage, Callable[[Session], Awaitable[Decision]]] = {
+        Stage.DECIDE: decide,
         Stage.WARM_START: warm_start,
         Stage.LEARN: learn,
         Stage.MEASURE: measure,
@@ -176,20 +199,24 @@ async def _turn_cycles(session: Session) -> None:
         Stage.WATCH: watch,
     }
     while state.stage is not Stage.DONE:
+        session.safe_point()
         _begin_cycle(session, state)
         announced = _announcement(session)
         if announced:
             session.console.note(f"  {announced}")
-        following = await stages[state.stage](session)
-        session.enter(following)
-        report(session)
+        decision = await stages[state.stage](session)
+        deciding = state.stage is Stage.DECIDE
+        session.enter(decision)
+        if not deciding:  # nothing has happened that a report would show, and drawing takes a second
+            with session.clock.phase("store"):
+                report(session)
 
 
 def _announcement(session: Session) -> str:
     """What the stage that begins is about to do; empty where the stage says it itself."""
     state, recipe, watching = session.state, session.recipe, session.config.watch.requests
     if state.stage is Stage.WARM_START:
-        shown = recipe.warm_start.demonstrations + recipe.warm_start.replay * len(state.known)
+        shown = recipe.warm_start.demonstrations + recipe.warm_start.replay * len(session.known)
         steps = recipe.warm_start.epochs * math.ceil(shown / recipe.warm_start.batch_size)
         return f"warm start: {shown} demonstrations in {steps} steps"
     if state.stage is Stage.LEARN and recipe.rl.steps:

@@ -25,10 +25,13 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width; ``null`` of few groups), ``usd`` and ``wall_s`` (both
     since the run began), and further figures.
 ``timeline[]``
-    ``at_s``, ``event``, ``usd`` (since the run began).
+    ``at_s``, ``event``, ``cycle``, ``usd`` (since the run began).
+``decisions[]``
+    How each stage ended: ``number``, ``cycle``, ``stage``, ``decided``, ``why``, ``following`` (the next stage), ``evidence``,
+    ``at`` (UTC), ``at_s``, ``usd``.
 ``scores[]``
     ``label`` (the event after which it was measured), ``suite``, ``version_id``, ``mean``, ``ci95`` (of the mean),
-    ``success_rate``, ``n``, ``slices`` (name → mean), ``usd_per_success``.
+    ``success_rate``, ``n``, ``slices`` (name → mean), ``usd_per_success``; of live traffic also ``cycle`` and ``check``.
 ``versions[]``, optional
     ``version_id``, ``parent_id``, ``policy_version``, ``created_at``, ``aliases``.
 """
@@ -49,6 +52,7 @@ from typing import Any
 
 from evergrad.loop import _report_plots as plots
 from evergrad.loop._figures import clock, count, percent, usd
+from evergrad.loop._timeline_plot import timeline_png, timeline_svg
 from evergrad.types import EvergradError
 
 __all__ = [
@@ -61,6 +65,7 @@ __all__ = [
     "to_plain",
     "usd",
     "write_report",
+    "write_timeline",
 ]
 
 Data = Mapping[str, Any]
@@ -78,6 +83,15 @@ def write_report(run_dir: Path, data: Data) -> None:
     plain = to_plain(data)
     _replace(run_dir / "report.json", json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
     _replace(run_dir / "report.html", render_html(plain))
+
+
+def write_timeline(run_dir: Path) -> None:
+    """Draws the run's ``timeline.png`` from its report; a run of one cycle has none."""
+    picture = timeline_png(read_report(run_dir))
+    if picture:
+        beside = run_dir / "timeline.png.tmp"
+        beside.write_bytes(picture)
+        beside.replace(run_dir / "timeline.png")
 
 
 def read_report(run_dir: Path) -> dict[str, Any]:
@@ -160,6 +174,7 @@ def render_html(data: Data) -> str:
             "Cycles", _cycle_table(data), "What set each cycle off, what it gained on paired held-out tasks, and the ruling."
         ),
         _section("Timeline", _timeline_table(data), "Time and money since the run began."),
+        _section("Decisions", _decision_table(data), "How each stage ended; the evidence of one: evergrad loop explain STEP."),
         _section("Scores", _score_table(data), "Success on held-out tasks, with a 95% interval."),
         _section("Versions", _version_table(data), "Each version's parent is the one it was trained from."),
         _section("Cost by phase", _cost_table(data), "Every second of the run is in one phase; unpriced is a dash, not zero."),
@@ -235,7 +250,16 @@ def _tiles(data: Data) -> str:
 
 def _figures(data: Data) -> str:
     steps, scores = _rows(data, "steps"), _rows(data, "scores")
+    line = timeline_svg(data)
     figures = [
+        _figure(
+            line,
+            "Timeline",
+            "What set each cycle off, what its candidate scored against what served (▲ promoted, ▼ refused), and live success.",
+            wide=True,
+        )
+        if line
+        else "",
         _figure(
             plots.reward(steps, "step"),
             "Reward over steps",
@@ -297,6 +321,21 @@ def _others(cycle: Data) -> str:
 def _timeline_table(data: Data) -> str:
     rows = [[clock(row.get("at_s")), _e(row.get("event")), usd(row.get("usd"))] for row in _rows(data, "timeline")]
     return _table(["At", "Event", "Spent"], rows, numeric=(0, 2))
+
+
+def _decision_table(data: Data) -> str:
+    rows = [
+        [
+            _e(row.get("number")),
+            _e(row.get("cycle")),
+            _e(row.get("stage")),
+            f"<b>{_e(row.get('decided'))}</b>",
+            _e(row.get("why")),
+            usd(row.get("usd")),
+        ]
+        for row in _rows(data, "decisions")
+    ]
+    return _table(["#", "Cycle", "Stage", "Decided", "Why", "Spent"], rows, numeric=(0, 1, 5))
 
 
 def _score_table(data: Data) -> str:

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -104,12 +104,14 @@ async def run_rollout(
     rollout_id: str,
     group_id: str,
     source: str = "train",
+    audit: bool = False,
 ) -> Rollout:
     """Runs one try at ``task`` to its end.
 
     Args:
         sampling: ``max_tokens`` is cut to the task's limits; each turn draws with a seed derived from ``sampling.seed``.
         source: what the rollout is for; ``train`` refuses sampling that cannot be trained on.
+        audit: asks the gold verifier, too. One that ended as a policy fault gave no answer, so its gold is 0.
 
     Returns:
         A rollout whose outcome names how it ended; see ``types.Outcome``.
@@ -123,16 +125,19 @@ async def run_rollout(
     trace = _Trace()
     parts: Mapping[str, float] = {}
     reward: float | None = None
+    gold: float | None = None
     outcome, fault = Outcome.SCORED, ""
     episode: Episode | None = None
     try:
         episode = _open(taskset, task)
         await _play(episode, task, generate, renderer, sampling, trace, rollout_id)
         score = await episode.score()
+        gold = await episode.gold() if audit else None
         reward, parts = score.reward, score.parts
     except _PolicyFault as error:
         outcome, fault = Outcome.POLICY_FAULT, str(error)
         reward = taskset.environment_class.policy_fault_reward
+        gold = 0.0 if audit else None
     except EnvironmentFault as error:
         outcome, fault = Outcome.ENVIRONMENT_FAULT, f"environment: {error}"
     except _EngineFault as error:
@@ -157,6 +162,8 @@ async def run_rollout(
         slice=str(task.metadata.get("slice", "")),
         fault=fault,
         temperature=sampling.temperature,
+        gold=gold,
+        contract=taskset.contract_hash,
     )
 
 
@@ -169,11 +176,12 @@ async def greedy_rollout(
     rollout_id: str,
     group_id: str,
     source: str = "eval",
+    audit: bool = False,
 ) -> Rollout:
     """One try with the likeliest token each time, within the task's own limits: how versions are measured and served."""
     sampling = Sampling(temperature=0.0, max_tokens=task.limits.max_tokens_per_turn)
     return await run_rollout(
-        task, taskset, generate, renderer, sampling, rollout_id=rollout_id, group_id=group_id, source=source
+        task, taskset, generate, renderer, sampling, rollout_id=rollout_id, group_id=group_id, source=source, audit=audit
     )
 
 
@@ -305,6 +313,7 @@ async def run_group(
     retries: int = 1,
     slots: asyncio.Semaphore | None = None,
     sessions: Sessions | None = None,
+    audit: Callable[[str], bool] | None = None,
 ) -> RolloutGroup:
     """Runs ``size`` tries at one task side by side.
 
@@ -315,6 +324,7 @@ async def run_group(
     Args:
         slots: bounds how many rollouts run at once, over all groups that share it.
         sessions: the engine's lockstep sessions, opened here for the group and closed one by one as rollouts end.
+        audit: says by a rollout's id whether the gold verifier is asked about it; nobody's when absent.
 
     Returns:
         The group, ordered by index and attempt; ``group_id/index`` and ``group_id/index~attempt`` are the rollouts' ids.
@@ -332,6 +342,7 @@ async def run_group(
         retries=retries,
         slots=slots,
         sessions=sessions,
+        audit=audit,
     )
     return group
 
@@ -350,6 +361,7 @@ async def run_groups(
     retries: int = 1,
     slots: asyncio.Semaphore | None = None,
     sessions: Sessions | None = None,
+    audit: Callable[[str], bool] | None = None,
 ) -> tuple[RolloutGroup, ...]:
     """Runs one group per task, all side by side; see :func:`run_group`.
 
@@ -373,7 +385,15 @@ async def run_groups(
             async with _closing(sessions, rollout_id), slots or nullcontext():
                 attempts.append(
                     await run_rollout(
-                        task, taskset, generate, renderer, drawn, rollout_id=rollout_id, group_id=group_id, source=source
+                        task,
+                        taskset,
+                        generate,
+                        renderer,
+                        drawn,
+                        rollout_id=rollout_id,
+                        group_id=group_id,
+                        source=source,
+                        audit=audit is not None and audit(rollout_id),
                     )
                 )
             if attempts[-1].outcome.trainable:

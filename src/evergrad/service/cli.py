@@ -26,10 +26,12 @@ app = typer.Typer(
 )
 env_app = typer.Typer(name="env", help="Environments: list them, and test one before it is trained on.")
 model_app = typer.Typer(name="model", help="Model versions of a run: list, show, promote, roll back.")
+loop_app = typer.Typer(name="loop", help="The loop: run it, see what it does and why, pause it, go on.")
 rollouts_app = typer.Typer(name="rollouts", help="Rollouts of a run, token by token.")
 data_app = typer.Typer(name="data", help="Data files: check one before it is trained on.")
 app.add_typer(data_app)
 app.add_typer(env_app)
+app.add_typer(loop_app)
 app.add_typer(model_app)
 app.add_typer(rollouts_app)
 
@@ -83,6 +85,7 @@ def _start(
 
 
 @app.command()
+@loop_app.command()
 def run(
     config: ConfigFile,
     set_: Overrides = None,
@@ -103,6 +106,56 @@ def run(
         typer.echo("the same command goes on from where it was", err=True)
         raise
     typer.echo(f"report: {folder / 'report.html'}")
+
+
+@loop_app.command("status")
+def loop_status(run: RunFolder = None, as_json: AsJson = False) -> None:
+    """Say what a run is doing, what it last decided and why, what it has spent, and what comes next."""
+    from evergrad.service._loop import show_status
+    from evergrad.service._runs import find_run
+
+    show_status(find_run(run), as_json=as_json)
+
+
+@loop_app.command("explain")
+def loop_explain(
+    step: Annotated[
+        int | None,
+        typer.Argument(
+            metavar="[STEP]", min=1, help="Number of a decision; all in a line each when absent.", show_default=False
+        ),
+    ] = None,
+    run: RunFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the loop decided, and for one step all the evidence that it rests on."""
+    from evergrad.service._loop import explain
+    from evergrad.service._runs import find_run
+
+    explain(find_run(run), step, as_json=as_json)
+
+
+@loop_app.command("pause")
+def loop_pause(run: RunFolder = None, reason: Reason = "") -> None:
+    """Stop a run at its next safe point; it stays paused, whoever starts it again, until `resume`."""
+    from evergrad.service._loop import pause
+    from evergrad.service._runs import find_run
+
+    pause(find_run(run), reason)
+
+
+@loop_app.command("resume")
+def loop_resume(run: RunFolder = None) -> None:
+    """Lift a pause, and go on with the run if nobody does."""
+    from evergrad.loop import run_loop
+    from evergrad.service._loop import resume
+    from evergrad.service._runs import find_run
+
+    folder = find_run(run)
+    config = resume(folder)
+    if config is not None:
+        run_loop(config, [], folder)
+        typer.echo(f"report: {folder / 'report.html'}")
 
 
 @app.command()

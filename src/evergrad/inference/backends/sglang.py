@@ -45,7 +45,7 @@ class SglangClient(ForeignClient):
     async def _complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
         if sampling.top_p != 1.0 or sampling.top_k > 0 or sampling.min_p > 0:
             raise EngineError(
-                "SGLang's log-probabilities leave top_p, top_k and min_p out, so they are not those that tokens were drawn with",
+                "SGLang's log-probabilities leave top_p, top_k and min_p out, so they are not of what was drawn from",
                 hint="sample from the whole distribution: top_p = 1, top_k = 0, min_p = 0",
             )
         started = time.perf_counter()

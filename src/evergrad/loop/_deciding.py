@@ -1,0 +1,70 @@
+"""DECIDE: whether this cycle trains at all.
+
+Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START, or WATCH where training would buy nothing:
+the suite is saturated, or its verifier was convicted by a gold audit and has not been repaired since.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evergrad.evals import SATURATED_ABOVE, is_saturated
+from evergrad.loop._folder import Stage
+from evergrad.loop._serving import PRODUCTION
+from evergrad.loop._session import Session
+from evergrad.loop.decisions import Decision
+
+URGENT = frozenset({"contract", "fall"})
+"""Triggers by which the world says that the version in service fails, whatever it scored before."""
+
+
+async def decide(session: Session) -> Decision:
+    """The first stage of each cycle."""
+    state, suite = session.state, session.suite(session.state.deployed)
+    why = session.distrust(state.deployed)
+    if why is not None:
+        text = f"no training on {suite}, whose rewards are not to be trusted: {why}"
+        return _told(session, Decision(Stage.WATCH, "no training", text, {"suite": suite}))
+    if session.config.is_trial(state.cycle):
+        return Decision(
+            Stage.WARM_START, "train", f"the configuration has a recipe for cycle {state.cycle}", _evidence(session)
+        )
+    row = last_score(session, suite)
+    urgent = URGENT & set(state.trigger_kinds)
+    if row is not None and not urgent and is_saturated(row["mean"], row["n"]):
+        text = (
+            f"{suite} is saturated and retired: {row['version_id']} scores {row['mean']:.3f} on {row['n']} tasks, above "
+            f"{SATURATED_ABOVE:g}, so that no candidate could show a gain; it stays a guard"
+        )
+        return _told(session, Decision(Stage.WATCH, "retired", text, _evidence(session)))
+    return Decision(Stage.WARM_START, "train", state.trigger, _evidence(session))
+
+
+def last_score(session: Session, suite: str) -> dict[str, Any] | None:
+    """The last evaluation of what serves on any draw of a suite; ``None`` where there is none."""
+    served = session.registry.resolve(PRODUCTION)
+    rows = [
+        row
+        for row in session.state.scores
+        if row["version_id"] == served and "suite_hash" in row and row["suite"].partition("#")[0] == suite
+    ]
+    return rows[-1] if rows else None
+
+
+def _told(session: Session, decision: Decision) -> Decision:
+    session.event(f"cycle {session.state.cycle} does not train: {decision.why}")
+    return decision
+
+
+def _evidence(session: Session) -> dict[str, Any]:
+    state, suite = session.state, session.suite(session.state.deployed)
+    row = last_score(session, suite)
+    return {
+        "trigger": state.trigger,
+        "triggers": list(state.trigger_kinds),
+        "suite": suite,
+        "serves": session.registry.resolve(PRODUCTION),
+        "score": row["mean"] if row else None,
+        "n": row["n"] if row else 0,
+        "saturated_above": SATURATED_ABOVE,
+    }
