@@ -88,6 +88,8 @@ class LoopState:
     cycles: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
+    stops: list[dict[str, Any]] = field(default_factory=list)
+    """Each time that learning was stopped because the next dollar no longer pays, with the numbers of that decision."""
     timeline: list[dict[str, Any]] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """How each stage ended, and on what evidence; see ``decisions.py``."""

@@ -30,6 +30,7 @@ from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop._spending import no_longer_pays
 from evergrad.loop.decisions import Decision
 from evergrad.rollouts import (
     ESTIMATORS,
@@ -118,7 +119,7 @@ async def learn(session: Session) -> Decision:
         with session.console.stage(f"cycle {state.cycle}: RL", rl.steps, state.step):
             while state.step < rl.steps and not _good_enough(session):
                 session.safe_point()
-                stopped = session.out_of_budget() or distrusted_by_training(session)
+                stopped = session.out_of_budget() or distrusted_by_training(session) or await no_longer_pays(session)
                 if stopped:
                     break
                 await _step(session, buffer)

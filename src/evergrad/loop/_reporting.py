@@ -19,6 +19,7 @@ from evergrad.loop._folder import LoopState, RunFolder
 from evergrad.loop._scores import PER_TASK, row_of, speaking_row
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop._spending import budget_left
 from evergrad.loop.config import RunConfig
 from evergrad.loop.report import write_report
 from evergrad.registry import Registry
@@ -59,6 +60,11 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
                 "entries": summary.entries,
                 "coverage": summary.coverage,
             },
+            "budget": {
+                "usd": config.budget.usd,
+                "unspent_usd": budget_left(config, None if summary.usd is None else float(summary.usd)),
+            },
+            "stops": state.stops,
             **_prices(config, state, registry),
             "serving": _serving(state, registry.resolve(PRODUCTION), _deployed_suite(config, state)),
             "frontier": _frontier(config, state),

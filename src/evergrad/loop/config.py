@@ -54,6 +54,9 @@ class BudgetConfig(Config):
     """US dollars over the whole run, resumed parts included."""
     minutes: float | None = Field(None, gt=0)
     """Wall minutes over the whole run, resumed parts included."""
+    hurdle: float = Field(0.0, ge=0)
+    """With a ``[worth]``: reinforcement learning stops when the lower bound of what the next dollar brings in falls below
+    ``1 + hurdle`` dollars. 0.2 asks for a return of a fifth."""
 
     def spent(self, usd: float | None, wall_s: float) -> str | None:
         """Which budget of money or time is spent, or cannot be kept any more; ``None`` while there is some of both."""
@@ -265,6 +268,11 @@ class WorthConfig(Config):
     attempts: float = Field(gt=0)
     """Attempts that a version serves until the next one takes its place."""
 
+    @property
+    def usd_per_score(self) -> float:
+        """Dollars that a mean score higher by 1 is worth over the life of a version."""
+        return self.usd_per_success * self.attempts
+
 
 class TrafficConfig(Config):
     """Live traffic, played by the environment itself against the serving endpoint."""
@@ -358,7 +366,8 @@ class RunConfig(Config):
     sinks: list[SinkConfig] = Field(default_factory=list)
     """Where the figures of each step go besides ``metrics.jsonl``."""
     worth: WorthConfig | None = None
-    """What a success is worth; without it, certificates know only what lower cost pays back."""
+    """What a success is worth; without it, certificates know only what lower cost pays back, and no training is stopped because
+    it no longer pays."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
 

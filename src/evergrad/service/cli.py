@@ -45,6 +45,7 @@ def _overrides(what: str, example: str) -> Any:
 
 
 Overrides = Annotated[list[str] | None, _overrides("a key", "--set learn.rl.steps=20")]
+PlanOverrides = Annotated[list[str] | None, _overrides("a key", "--set worth.usd_per_success=0.10")]
 TrainOverrides = Annotated[list[str] | None, _overrides("a key", "--set schedule.lr=1e-4")]
 Settings = Annotated[list[str] | None, _overrides("a setting of the environment", "--set contract=v2")]
 RunDir = Annotated[
@@ -359,6 +360,25 @@ def cost(
     from evergrad.service._runs import LEDGER, REGISTRY, find_run
 
     show_costs(find_run(run, holds=(REGISTRY, LEDGER)), focus=focus, price_book=price_book, as_json=as_json)
+
+
+@app.command()
+def plan(
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="USD", min=1e-9, help="Dollars for one more cycle.", show_default=False)
+    ],
+    run: RunFolder = None,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="For tasks that are yet to be learned; else the curve goes on where it ended.")
+    ] = False,
+    set_: PlanOverrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a budget buys: steps, expected gain with its interval, break-even, and how much of it pays."""
+    from evergrad.service._planning import show_plan
+    from evergrad.service._runs import find_run
+
+    show_plan(find_run(run), budget, anew=anew, overrides=set_ or [], as_json=as_json)
 
 
 @app.command()
