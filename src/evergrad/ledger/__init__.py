@@ -1,9 +1,11 @@
 """Prices what a run uses; computes cost per token and intelligence per dollar."""
 
 from evergrad.ledger.clock import CPU_RESOURCE, IDLE, PhaseClock, Span
+from evergrad.ledger.energy import CPU_ENERGY, GPU_ENERGY, EnergyMeter
 from evergrad.ledger.focus import focus_csv
 from evergrad.ledger.forecast import FEWEST_STEPS, Curve, Estimate, Forecast, fit_forecast
 from evergrad.ledger.frontier import Placed, Point, pareto_front
+from evergrad.ledger.invoice import Reconciliation, reconcile
 from evergrad.ledger.metrics import (
     Arm,
     Comparison,
@@ -18,13 +20,15 @@ from evergrad.ledger.metrics import (
     marginal_intelligence,
     payback,
 )
-from evergrad.ledger.prices import LedgerError, Price, PriceBook
+from evergrad.ledger.prices import LedgerError, Price, PriceBook, View
 from evergrad.ledger.spending import NextDollar, next_dollar, worthwhile_until
-from evergrad.ledger.store import UNATTRIBUTED, Conservation, CostSummary, Ledger, cost_summary, reprice
+from evergrad.ledger.store import UNATTRIBUTED, Conservation, CostSummary, Ledger, cost_summary, in_view, reprice
 
 __all__ = [
+    "CPU_ENERGY",
     "CPU_RESOURCE",
     "FEWEST_STEPS",
+    "GPU_ENERGY",
     "IDLE",
     "UNATTRIBUTED",
     "Arm",
@@ -33,6 +37,7 @@ __all__ = [
     "CostPerSuccess",
     "CostSummary",
     "Curve",
+    "EnergyMeter",
     "Estimate",
     "Forecast",
     "IntelligencePerDollar",
@@ -46,18 +51,22 @@ __all__ = [
     "Point",
     "Price",
     "PriceBook",
+    "Reconciliation",
     "Span",
+    "View",
     "compare_intelligence",
     "cost_per_million_tokens",
     "cost_per_success",
     "cost_summary",
     "fit_forecast",
     "focus_csv",
+    "in_view",
     "intelligence_per_dollar",
     "marginal_intelligence",
     "next_dollar",
     "pareto_front",
     "payback",
+    "reconcile",
     "reprice",
     "worthwhile_until",
 ]

@@ -20,7 +20,7 @@ from typing import Any
 
 from evergrad.envs import Taskset
 from evergrad.inference import EngineConfig, InferenceClient
-from evergrad.ledger import Ledger, PhaseClock, PriceBook
+from evergrad.ledger import EnergyMeter, Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
@@ -74,7 +74,9 @@ class Session:
             book = PriceBook.load(Path(self.config.price_book) if self.config.price_book else None)
             self.registry = self._exit.enter_context(Registry(path / "registry.sqlite"))
             self.ledger = self._exit.enter_context(Ledger(path / "ledger.sqlite", book))
-            self.clock = self._exit.enter_context(PhaseClock(self.ledger, cores=self.cores, subject=self.config.name))
+            self.clock = self._exit.enter_context(
+                PhaseClock(self.ledger, cores=self.cores, subject=self.config.name, meter=EnergyMeter())
+            )
             with self.clock.phase("setup"):
                 model = await self._model_folder()
                 await self._exit.enter_async_context(self.placement)

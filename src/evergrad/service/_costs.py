@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from evergrad.ledger import CostSummary, Ledger, PriceBook, cost_summary, focus_csv, reprice
+from evergrad.ledger import (
+    CostSummary,
+    Ledger,
+    PriceBook,
+    Reconciliation,
+    View,
+    cost_summary,
+    focus_csv,
+    in_view,
+    reconcile,
+    reprice,
+)
 from evergrad.loop.report import count, percent, read_report, usd
 from evergrad.service._runs import LEDGER, REGISTRY
 from evergrad.service._screen import cell, console, print_json, table
@@ -17,13 +28,23 @@ _ANEW = "remove it and run 'evergrad run' with the configuration of this run, wh
 _UNIT_COSTS = ("usd_per_million_tokens", "usd_per_success", "intelligence_per_dollar")
 
 
-def show_costs(run: Path, *, focus: Path | None = None, price_book: Path | None = None, as_json: bool = False) -> None:
+def show_costs(
+    run: Path,
+    *,
+    focus: Path | None = None,
+    price_book: Path | None = None,
+    view: View = "billed",
+    invoice: str | None = None,
+    as_json: bool = False,
+) -> None:
     """Prints the ledger's sums by phase and by cycle, and the report's unit costs once there is a report.
 
     Args:
         run: The folder of a run, or of a training on data, which serves nothing and so has no unit costs.
         focus: Where to write the entries as a FOCUS table (CSV); what is there is replaced.
         price_book: Prices to use instead of those of the time; the ledger keeps its own.
+        view: Which of a book's prices: what is billed, the list's, or what more would cost.
+        invoice: Dollars that were invoiced for all this, to be put beside the ledger.
         as_json: JSON instead of tables.
 
     Raises:
@@ -33,28 +54,54 @@ def show_costs(run: Path, *, focus: Path | None = None, price_book: Path | None 
     if not path.is_file():
         raise InputError("the run has no ledger yet", where=str(path), hint="wait until it has started")
     with Ledger.for_reading(path) as ledger:
-        entries, uncharged = ledger.entries(), ledger.uncharged()
+        entries, uncharged, books = ledger.entries(), ledger.uncharged(), ledger.price_books()
         ledger.check_conservation()
     if price_book is not None:
-        entries = reprice(entries, PriceBook.load(price_book))
+        book = PriceBook.load(price_book)
+        books = {book.hash: book}
+        entries = reprice(entries, book)
     if focus is not None:
-        _write_focus(focus, entries, run.resolve().name)
+        _write_focus(focus, entries, run.resolve().name, books)
+    if view != "billed":
+        entries = in_view(entries, books, view)
     summary = cost_summary(entries)
+    reconciled = None if invoice is None else reconcile(entries, _dollars(invoice))
     # Unit costs are those of the prices that the run was made with.
-    units = _unit_costs(run) if price_book is None else dict.fromkeys(_UNIT_COSTS)
-    frontier = _frontier(run) if price_book is None else []
+    as_made = price_book is None and view == "billed"
+    units = _unit_costs(run) if as_made else dict.fromkeys(_UNIT_COSTS)
+    frontier = _frontier(run) if as_made else []
     if as_json:
-        print_json({"cost": summary, "uncharged": uncharged, **units, "frontier": frontier})
-    else:
-        _print(run, summary, uncharged, units)
-        _print_frontier(frontier)
+        print_json({"cost": summary, "uncharged": uncharged, "invoice": reconciled, **units, "frontier": frontier})
+        return
+    _print(run, summary, uncharged, units)
+    if reconciled is not None:
+        _print_invoice(reconciled)
+    _print_frontier(frontier)
 
 
-def _write_focus(path: Path, entries: Sequence[CostEntry], account: str) -> None:
+def _dollars(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise InputError(f"--invoice {text}: not a sum of dollars", hint="such as --invoice 12.34") from None
+
+
+def _print_invoice(found: Reconciliation) -> None:
+    screen = console()
+    rows = [(name, f"${getattr(found, name):,.4f}") for name in ("allocated", "idle", "unattributed", "invoiced")]
+    screen.print()
+    screen.print(table(("the invoice", ""), rows, right=("",)))
+    if found.residual < 0:
+        screen.print(cell(f"the ledger has {_money(-found.residual)} more than the invoice: its prices are too high", "yellow"))
+    elif found.unpriced:
+        screen.print(cell(f"unattributed includes what has no price: {', '.join(found.unpriced)}", "yellow"))
+
+
+def _write_focus(path: Path, entries: Sequence[CostEntry], account: str, books: Mapping[str, PriceBook]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.partial")
-        beside.write_text(focus_csv(entries, account), encoding="utf-8", newline="")
+        beside.write_text(focus_csv(entries, account, books), encoding="utf-8", newline="")
         beside.replace(path)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write the table: {error}", where=str(path), hint="give --focus a path of a file") from error

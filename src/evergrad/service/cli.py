@@ -210,6 +210,14 @@ def serve(
 # ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class CostView(StrEnum):
+    """Which of a book's prices."""
+
+    BILLED = "billed"
+    LIST = "list"
+    MARGINAL = "marginal"
+
+
 class Overlong(StrEnum):
     """What becomes of a row above the limit."""
 
@@ -353,13 +361,21 @@ def cost(
         Path | None,
         typer.Option("--price-book", metavar="FILE", help="Show it at the prices of another book (TOML).", show_default=False),
     ] = None,
+    view: Annotated[
+        CostView, typer.Option("--view", help="What is billed, the list price, or what more of it would cost.")
+    ] = CostView.BILLED,
+    invoice: Annotated[
+        str | None,
+        typer.Option("--invoice", metavar="USD", help="Put the ledger beside what was invoiced.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run has cost by phase, per million tokens and per success, and which version is dominated by which."""
     from evergrad.service._costs import show_costs
     from evergrad.service._runs import LEDGER, REGISTRY, find_run
 
-    show_costs(find_run(run, holds=(REGISTRY, LEDGER)), focus=focus, price_book=price_book, as_json=as_json)
+    folder = find_run(run, holds=(REGISTRY, LEDGER))
+    show_costs(folder, focus=focus, price_book=price_book, view=view.value, invoice=invoice, as_json=as_json)
 
 
 @app.command()
