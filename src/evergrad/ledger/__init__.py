@@ -20,9 +20,11 @@ from evergrad.ledger.metrics import (
     marginal_intelligence,
     payback,
 )
+from evergrad.ledger.others import OtherModel, OtherModels
 from evergrad.ledger.prices import LedgerError, Price, PriceBook, View
 from evergrad.ledger.spending import NextDollar, next_dollar, worthwhile_until
 from evergrad.ledger.store import UNATTRIBUTED, Conservation, CostSummary, Ledger, cost_summary, in_view, reprice
+from evergrad.ledger.suites import SATURATED, Suite, SuiteIndex, error_reduction, saturated, suite_index
 
 __all__ = [
     "CPU_ENERGY",
@@ -30,6 +32,7 @@ __all__ = [
     "FEWEST_STEPS",
     "GPU_ENERGY",
     "IDLE",
+    "SATURATED",
     "UNATTRIBUTED",
     "Arm",
     "Comparison",
@@ -45,6 +48,8 @@ __all__ = [
     "LedgerError",
     "MarginalIntelligence",
     "NextDollar",
+    "OtherModel",
+    "OtherModels",
     "Payback",
     "PhaseClock",
     "Placed",
@@ -53,11 +58,14 @@ __all__ = [
     "PriceBook",
     "Reconciliation",
     "Span",
+    "Suite",
+    "SuiteIndex",
     "View",
     "compare_intelligence",
     "cost_per_million_tokens",
     "cost_per_success",
     "cost_summary",
+    "error_reduction",
     "fit_forecast",
     "focus_csv",
     "in_view",
@@ -68,5 +76,7 @@ __all__ = [
     "payback",
     "reconcile",
     "reprice",
+    "saturated",
+    "suite_index",
     "worthwhile_until",
 ]

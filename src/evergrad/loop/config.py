@@ -247,6 +247,8 @@ class EvalConfig(Config):
 
     n: int = Field(96, ge=1)
     """Tasks per suite."""
+    chance: float = Field(0.0, ge=0, lt=1)
+    """What a guess scores: 0 on the scale by which suites are compared. 0.25 where there are four choices."""
     concurrency: int = Field(64, ge=1)
 
 
