@@ -1,12 +1,12 @@
-"""Whether the forecast's 90% intervals keep their promise: on recorded learning curves, and on simulated ones whose truth is known.
+"""Whether the forecast's 90% intervals keep their promise: on recorded learning curves, and on simulated ones.
 
 1. Recorded: phases of reinforcement learning of our own runs (``curves/recorded.jsonl``; rewards of batches over dollars). The
    forecast sees the first half, two thirds or three quarters of the steps, six at least; then each later step is either within
-   its interval or not. Runs end early when their reward is high, so the last steps are higher than a curve alone would have them.
+   its interval or not. Runs end early when their reward is high, so the last steps are higher than the curve alone would be.
 2. Simulated: sigmoids of dollars with noise, seen up to a point; does the interval hold the true reward at twice the money?
 
-The picture shows a few recorded curves with what was forecast. The last line is one JSON object; ``coverage`` is the smaller of the
-two shares.
+The picture shows a few recorded curves with what was forecast. The last line is one JSON object; ``coverage`` is the smaller of
+the two shares.
 """
 
 from __future__ import annotations

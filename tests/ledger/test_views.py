@@ -58,9 +58,7 @@ amounts = st.decimals(0, 10**6, places=9)
 
 @given(st.lists(st.tuples(st.sampled_from(["train", "eval", IDLE, UNATTRIBUTED]), st.none() | amounts)), amounts)
 def test_every_dollar_of_an_invoice_is_somewhere(rows: list[tuple[str, Decimal | None]], invoiced: Decimal) -> None:
-    entries = [
-        CostEntry(str(i), "s", phase, "x", Decimal(1), usd, usd) for i, (phase, usd) in enumerate(rows)
-    ]
+    entries = [CostEntry(str(i), "s", phase, "x", Decimal(1), usd, usd) for i, (phase, usd) in enumerate(rows)]
     found = reconcile(entries, invoiced)
     assert found.allocated + found.idle + found.unattributed == invoiced
     assert found.idle == sum((usd for phase, usd in rows if phase == IDLE and usd is not None), Decimal(0))

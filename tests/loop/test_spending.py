@@ -26,7 +26,9 @@ CURVE = Curve(start=0.2, ceiling=0.9, midpoint_usd=0.5, steepness=1.5)
 CONFIG = {"environment": {"name": "reasoning"}, "budget": {"usd": 10.0}, "learn": {"rl": {"steps": 40}}}
 
 
-def steps_of(curve: Curve, count: int, *, usd_per_step: float = 0.1, begin: float = 3.0, noise: float = 0.02) -> list[dict[str, Any]]:
+def steps_of(
+    curve: Curve, count: int, *, usd_per_step: float = 0.1, begin: float = 3.0, noise: float = 0.02
+) -> list[dict[str, Any]]:
     draws = np.random.default_rng(0)
     spent = [usd_per_step * (index + 1) for index in range(count)]
     return [

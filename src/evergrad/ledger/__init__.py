@@ -1,5 +1,6 @@
 """Prices what a run uses; computes cost per token and intelligence per dollar."""
 
+from evergrad.ledger.arms import NOTHING, ArmValue, Choice, Try, choose_arm
 from evergrad.ledger.clock import CPU_RESOURCE, IDLE, PhaseClock, Span
 from evergrad.ledger.energy import CPU_ENERGY, GPU_ENERGY, EnergyMeter
 from evergrad.ledger.focus import focus_csv
@@ -24,7 +25,7 @@ from evergrad.ledger.others import OtherModel, OtherModels
 from evergrad.ledger.prices import LedgerError, Price, PriceBook, View
 from evergrad.ledger.spending import NextDollar, next_dollar, worthwhile_until
 from evergrad.ledger.store import UNATTRIBUTED, Conservation, CostSummary, Ledger, cost_summary, in_view, reprice
-from evergrad.ledger.suites import SATURATED, Suite, SuiteIndex, error_reduction, saturated, suite_index
+from evergrad.ledger.suites import Suite, SuiteIndex, suite_index
 
 __all__ = [
     "CPU_ENERGY",
@@ -32,9 +33,11 @@ __all__ = [
     "FEWEST_STEPS",
     "GPU_ENERGY",
     "IDLE",
-    "SATURATED",
+    "NOTHING",
     "UNATTRIBUTED",
     "Arm",
+    "ArmValue",
+    "Choice",
     "Comparison",
     "Conservation",
     "CostPerSuccess",
@@ -60,12 +63,13 @@ __all__ = [
     "Span",
     "Suite",
     "SuiteIndex",
+    "Try",
     "View",
+    "choose_arm",
     "compare_intelligence",
     "cost_per_million_tokens",
     "cost_per_success",
     "cost_summary",
-    "error_reduction",
     "fit_forecast",
     "focus_csv",
     "in_view",
@@ -76,7 +80,6 @@ __all__ = [
     "payback",
     "reconcile",
     "reprice",
-    "saturated",
     "suite_index",
     "worthwhile_until",
 ]

@@ -1,19 +1,19 @@
 """What to try next: ways of getting better compete for the money, and so does leaving everything as it is.
 
-Each try of an arm (more reinforcement learning, supervised fine-tuning, an edited prompt, a smaller model) has gained so much score
-for so many dollars. The next try goes to the arm with the largest optimistic gain per careful dollar, a budgeted upper confidence
-bound over the last tries (Xia and others, "Thompson sampling for budgeted multi-armed bandits", 2015, and its UCB)::
+Each try of an arm (more reinforcement learning, supervised fine-tuning, another recipe) has gained so much score for so many
+dollars. The next try goes to the arm with the largest optimistic gain per careful dollar: a budgeted upper confidence bound over
+the last tries (Ding and others, "Multi-armed bandit with budget constraint and variable costs", AAAI 2013)::
 
     value(arm) = V·N · UCB(gain) / LCB(dollars),      r(n) = √(2·ln t / n)
 
-``nothing`` gains nothing for nothing, so it takes no part in the ratio: it wins when no arm is worth its price, that is when the
-value of the best is below ``1 + hurdle``; without a worth, when none may gain at all.
+``nothing`` gains nothing for nothing, so it takes no part in the ratio: it wins when no arm is worth its price, that is when
+the value of the best is below ``1 + hurdle``; without a worth, when none may gain at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evergrad.ledger.prices import LedgerError
@@ -67,7 +67,6 @@ def choose_arm(
     usd_per_score: float | None = None,
     hurdle: float = 0.0,
     budget_left: float | None = None,
-    priors: Mapping[str, float] | None = None,
 ) -> Choice:
     """Chooses among ``arms`` and ``nothing``.
 
@@ -77,8 +76,6 @@ def choose_arm(
         usd_per_score: What a score higher by 1 is worth; without it, only arms that cannot gain lose to ``nothing``.
         hurdle: The return above its price that an arm must promise.
         budget_left: Dollars; an arm that costs more, by its lower bound, takes no part.
-        priors: Arm to dollars that a first try is expected to cost; one that is not named and was never tried costs nothing yet,
-            and so is tried first.
 
     Raises:
         LedgerError: no arm, ``nothing`` among them, or a try that is not finite.
@@ -88,7 +85,7 @@ def choose_arm(
     if not all(math.isfinite(each.gain) and math.isfinite(each.usd) and each.usd >= 0 for each in tries):
         raise LedgerError("a try has no finite gain and cost", hint="leave tries without a price out")
     recent = [each for each in tries if each.arm in arms][-WINDOW:]
-    values = [_value(arm, recent, usd_per_score, (priors or {}).get(arm, 0.0)) for arm in arms]
+    values = [_value(arm, recent, usd_per_score) for arm in arms]
     affordable = [each for each in values if budget_left is None or each.usd_bound <= budget_left]
     ordered = sorted(affordable, key=lambda each: -each.value)
     needs = 1 + hurdle if usd_per_score is not None else 0.0
@@ -96,10 +93,10 @@ def choose_arm(
     return Choice(chosen, tuple(sorted(values, key=lambda each: -each.value)), needs)
 
 
-def _value(arm: str, recent: Sequence[Try], usd_per_score: float | None, first_usd: float) -> ArmValue:
+def _value(arm: str, recent: Sequence[Try], usd_per_score: float | None) -> ArmValue:
     own = [each for each in recent if each.arm == arm]
     if not own:
-        return ArmValue(arm, 0, math.inf, first_usd, math.inf)
+        return ArmValue(arm, 0, math.inf, 0.0, math.inf)
     width = math.sqrt(2 * math.log(max(2, len(recent))) / len(own))
     mean_usd = math.fsum(each.usd for each in own) / len(own)
     gain = math.fsum(each.gain for each in own) / len(own) + _GAIN_SD * width

@@ -63,8 +63,8 @@ class PhaseClock:
         subject: What the time is spent on; :attr:`subject` may be set to another later.
         cores: CPU cores that are reserved; those this process may use by default.
         reserved: Reserved units by resource (``{"cpu_core_s": 16, "gpu_h100_s": 1}``); takes the place of ``cores``.
-        meter: Joules go to the phase that used them, where the ledger's book prices ``cpu_joule`` or ``gpu_joule``; what a killed
-            process had not put down yet is lost. No joules without it.
+        meter: Joules go to the phase that used them, where the ledger's book prices ``cpu_joule`` or ``gpu_joule``; what a
+            killed process had not put down yet is lost. No joules without it.
         heartbeat_s: Seconds between heartbeats of a thread; ``None`` for none.
         now_ns: A clock that never goes back, in nanoseconds.
     """

@@ -250,7 +250,12 @@ def _sigmoid(theta: Floats, log_cost: Floats) -> tuple[Floats, Floats]:
     along = expit(steepness * distance)
     climb = (1 - start) * share
     bend = climb * along * (1 - along)
-    slopes = [start * (1 - start) * (1 - share * along), climb * (1 - share) * along, -bend * steepness, bend * steepness * distance]
+    slopes = [
+        start * (1 - start) * (1 - share * along),
+        climb * (1 - share) * along,
+        -bend * steepness,
+        bend * steepness * distance,
+    ]
     return start + climb * along, np.stack(slopes, axis=2)
 
 

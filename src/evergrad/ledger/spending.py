@@ -44,9 +44,7 @@ def next_dollar(
     return NextDollar(forecast.marginal(at_usd, until_usd).times(worth_usd), hurdle)
 
 
-def worthwhile_until(
-    forecast: Forecast, worth_usd: float, *, from_usd: float, until_usd: float, hurdle: float = 0.0
-) -> float:
+def worthwhile_until(forecast: Forecast, worth_usd: float, *, from_usd: float, until_usd: float, hurdle: float = 0.0) -> float:
     """Dollars since reinforcement learning began, up to which each next one pays; ``from_usd`` when not even the first does.
 
     Args:

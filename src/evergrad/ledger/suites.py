@@ -4,21 +4,17 @@ Raw scores of two suites are never averaged: 0.5 is chance on one and brilliant 
 
     normalized   (s − chance) / (ceiling − chance)
     index        Σ w·normalized / Σ w  over the suites that are not retired
-    saturated    normalized > 0.95 under the version that serves; there, progress is the error that is left:
-    error reduction   1 − (1 − s₁) / (1 − s₀)
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from evergrad.ledger.prices import LedgerError
 from evergrad.types import strict_json
-
-SATURATED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +50,14 @@ class SuiteIndex:
     """By version id, for those that were measured on every suite of the index; empty when all are retired."""
 
 
-def suite_index(suites: Sequence[Suite], scores: Mapping[str, Mapping[str, float]], serving: str | None) -> SuiteIndex:
+def suite_index(
+    suites: Sequence[Suite], scores: Mapping[str, Mapping[str, float]], retired: Collection[str] = ()
+) -> SuiteIndex:
     """
     Args:
         suites: All suites, with fixed weights.
         scores: Version id to suite name to mean score.
-        serving: Version whose scores decide which suites are saturated; without one, none is.
+        retired: Names of the suites that are saturated.
 
     Raises:
         LedgerError: chance and ceiling of a suite in the wrong order, a weight that is not positive, or a score that is not finite.
@@ -69,9 +67,7 @@ def suite_index(suites: Sequence[Suite], scores: Mapping[str, Mapping[str, float
             raise LedgerError("a suite needs chance < ceiling and a weight > 0", where=suite.name)
     if not all(math.isfinite(score) for row in scores.values() for score in row.values()):
         raise LedgerError("a score is not finite", hint="leave what was not measured out")
-    served = scores.get(serving or "", {})
-    retired = [suite for suite in suites if suite.name in served and saturated(suite.normalized(served[suite.name]))]
-    kept = [suite for suite in suites if suite not in retired]
+    kept = [suite for suite in suites if suite.name not in retired]
     told = sorted((suite.name, suite.chance, suite.ceiling, suite.weight) for suite in kept)
     total = math.fsum(suite.weight for suite in kept)
     values = {
@@ -80,18 +76,6 @@ def suite_index(suites: Sequence[Suite], scores: Mapping[str, Mapping[str, float
         if kept and all(suite.name in row for suite in kept)
     }
     version = hashlib.sha256(strict_json(told).encode()).hexdigest()[:12]
-    return SuiteIndex(version, tuple(suite.name for suite in kept), tuple(suite.name for suite in retired), values)
-
-
-def saturated(normalized: float) -> bool:
-    """Whether so little is left to gain that the suite no longer tells versions apart."""
-    return normalized > SATURATED
-
-
-def error_reduction(before: float, after: float) -> float | None:
-    """Share of the errors that are gone; negative when there are more. ``None`` when there was none to begin with.
-
-    >>> round(error_reduction(0.96, 0.98), 6)
-    0.5
-    """
-    return None if before >= 1.0 else 1 - (1 - after) / (1 - before)
+    return SuiteIndex(
+        version, tuple(suite.name for suite in kept), tuple(suite.name for suite in suites if suite not in kept), values
+    )

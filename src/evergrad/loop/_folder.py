@@ -57,6 +57,8 @@ class LoopState:
     incumbent: str | None = None
     """What ``production`` served when this cycle's candidate was measured."""
     trigger: str = "first start"
+    arm: str | None = None
+    """Which of the configured ways this cycle tries; ``None`` for the first cycle, and for trials."""
     trigger_kinds: list[str] = field(default_factory=list)
     """By name, what set this cycle off."""
     deployed: dict[str, Any] = field(default_factory=dict)
@@ -88,8 +90,6 @@ class LoopState:
     cycles: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
-    stops: list[dict[str, Any]] = field(default_factory=list)
-    """Each time that learning was stopped because the next dollar no longer pays, with the numbers of that decision."""
     timeline: list[dict[str, Any]] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """How each stage ended, and on what evidence; see ``decisions.py``."""

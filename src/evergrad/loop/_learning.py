@@ -114,12 +114,13 @@ async def learn(session: Session) -> Decision:
         turn_discount=rl.turn_discount,
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
-    stopped: str | None = None
+    stopped, unpaid = None, None
     try:
         with session.console.stage(f"cycle {state.cycle}: RL", rl.steps, state.step):
             while state.step < rl.steps and not _good_enough(session):
                 session.safe_point()
-                stopped = session.out_of_budget() or distrusted_by_training(session) or await no_longer_pays(session)
+                unpaid = await no_longer_pays(session)
+                stopped = session.out_of_budget() or distrusted_by_training(session) or (unpaid and unpaid.why)
                 if stopped:
                     break
                 await _step(session, buffer)
@@ -130,16 +131,16 @@ async def learn(session: Session) -> Decision:
         await asyncio.gather(rolling, return_exceptions=True)
     if stopped:
         session.event(f"RL stops after {state.step} steps: {stopped}")
-    return _learned(session, stopped)
+    return _learned(session, stopped, unpaid.evidence if unpaid else {})
 
 
-def _learned(session: Session, stopped: str | None) -> Decision:
+def _learned(session: Session, stopped: str | None, numbers: Mapping[str, Any]) -> Decision:
     rewards = [step["reward"] for step in session.state.steps if (step["kind"], step["cycle"]) == ("rl", session.state.cycle)]
     goal = session.recipe.rl.stop_at_reward
     ended = stopped or (f"the reward has reached {goal:g}" if _good_enough(session) else "all steps are done")
     evidence = {"steps": len(rewards), "reward_first": rewards[0], "reward_last": rewards[-1]} if rewards else {"steps": 0}
     text = f"RL ended after {len(rewards)} steps: {ended}"
-    return Decision(Stage.MEASURE, "stopped" if stopped else "learned", text, evidence)
+    return Decision(Stage.MEASURE, "stopped" if stopped else "learned", text, {**evidence, **numbers})
 
 
 async def _step(session: Session, buffer: Buffer) -> None:

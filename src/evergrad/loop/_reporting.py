@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from evergrad.evals import GIVEN_UP
-from evergrad.ledger import Ledger, Point, error_reduction, pareto_front
+from evergrad.evals import GIVEN_UP, error_reduction
+from evergrad.ledger import Ledger, Point, pareto_front
 from evergrad.loop._folder import LoopState, RunFolder
 from evergrad.loop._scores import PER_TASK, row_of
 from evergrad.loop._serving import PRODUCTION
@@ -56,7 +56,6 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
                 "usd": config.budget.usd,
                 "unspent_usd": budget_left(config, None if summary.usd is None else float(summary.usd)),
             },
-            "stops": state.stops,
             **unit_costs(config, state, registry, summary),
             "serving": _serving(state, registry.resolve(PRODUCTION), deployed_suite(config, state)),
             "frontier": _frontier(config, state),

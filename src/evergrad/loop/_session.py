@@ -108,7 +108,7 @@ class Session:
 
     @property
     def recipe(self) -> RecipeConfig:
-        return self.config.recipe(self.state.cycle)
+        return self.config.recipe(self.state.cycle, self.state.arm)
 
     def wall_s(self) -> float:
         """Seconds of the whole run, resumed parts included."""

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evergrad.ledger import Forecast, fit_forecast, next_dollar
@@ -57,8 +58,16 @@ def unspent(config: RunConfig, spent: float | None) -> str:
     return f"; {money(left)} of the budget of {money(config.budget.usd)} is unspent" if left else ""
 
 
-async def no_longer_pays(session: Session) -> str | None:
-    """Why no further step of this phase is worth its price, or ``None``; such a stop is put on record with its numbers."""
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why learning ends before its steps are done, with the numbers of that decision."""
+
+    why: str
+    evidence: Mapping[str, Any]
+
+
+async def no_longer_pays(session: Session) -> Stop | None:
+    """Whether no further step of this phase is worth its price."""
     state, config = session.state, session.config
     worth, steps = config.worth, rl_steps(state.steps, state.cycle)
     if worth is None or len(steps) < _FEWEST_STEPS:
@@ -72,25 +81,22 @@ async def no_longer_pays(session: Session) -> str | None:
     found = next_dollar(forecast, worth.usd_per_score, hurdle=config.budget.hurdle, until_usd=reach)
     if found.pays:
         return None
-    state.stops.append(
-        {
-            "cycle": state.cycle,
-            "step": state.step,
-            "spent_usd": forecast.spent_usd,
-            "next_dollar_brings": dataclasses.asdict(found.brings),
-            "hurdle": found.hurdle,
-            "usd_per_score": worth.usd_per_score,
-            "reward": dataclasses.asdict(forecast.reward(forecast.spent_usd)),
-            "ceiling": dataclasses.asdict(forecast.ceiling),
-            "curve": dataclasses.asdict(forecast.curve),
-            "steps_left": session.recipe.rl.steps - state.step,
-        }
-    )
     brings = found.brings
-    return (
+    why = (
         f"the next dollar brings in {money(brings.value)} (90% interval {money(brings.low)} to {money(brings.high)}), "
         f"and its lower bound must exceed {money(1 + found.hurdle)}"
     )
+    evidence = {
+        "phase_usd": forecast.spent_usd,
+        "next_dollar_brings": dataclasses.asdict(brings),
+        "hurdle": found.hurdle,
+        "usd_per_score": worth.usd_per_score,
+        "reward": dataclasses.asdict(forecast.reward(forecast.spent_usd)),
+        "ceiling": dataclasses.asdict(forecast.ceiling),
+        "curve": dataclasses.asdict(forecast.curve),
+        "steps_left": session.recipe.rl.steps - state.step,
+    }
+    return Stop(why, evidence)
 
 
 def _rest_of_phase(session: Session, forecast: Forecast) -> float:

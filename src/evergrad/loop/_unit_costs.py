@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from evergrad.envs import Taskset
+from evergrad.evals import is_saturated
 from evergrad.ledger import (
     CostSummary,
     Suite,
@@ -100,5 +101,7 @@ def version_index(config: RunConfig, state: LoopState, served: str | None) -> di
             row = row_of(state, version, suite)
             if row is not None and row["mean"] is not None:
                 scores[version][suite] = row["mean"]
+    told = {name: row_of(state, served, name) for name in names} if served is not None else {}
+    retired = [name for name, row in told.items() if row is not None and is_saturated(row["mean"], row["n"])]
     suites = [Suite(name, chance=config.eval.chance) for name in names]
-    return dataclasses.asdict(suite_index(suites, scores, served))
+    return dataclasses.asdict(suite_index(suites, scores, retired))

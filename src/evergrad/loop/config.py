@@ -15,6 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from evergrad.config import Config, found_model, found_path, nearest
 from evergrad.evals import AuditConfig, CanaryConfig, GateConfig
+from evergrad.ledger import NOTHING
 from evergrad.loop.distill import DistillConfig
 from evergrad.loop.triggers import WatchConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
@@ -242,6 +243,13 @@ class TrialConfig(RecipeConfig):
     cycle: int = Field(ge=1)
 
 
+class ArmConfig(RecipeConfig):
+    """One way of getting better, which competes with the others for the money of each later cycle."""
+
+    name: str = Field(min_length=1)
+    """Such as ``rl`` or ``demonstrations``; ``nothing`` always takes part, and needs no line."""
+
+
 class EvalConfig(Config):
     """How versions are measured: greedily, on the gate split, one try a task."""
 
@@ -350,6 +358,8 @@ class RunConfig(Config):
     """The first cycle."""
     adapt: RecipeConfig | None = None
     """Later cycles; the same as ``learn`` when absent."""
+    arms: list[ArmConfig] = Field(default_factory=list)
+    """In the place of ``adapt``: each later cycle takes the one with the best prospect of gain per dollar, or does nothing."""
     trials: list[TrialConfig] = Field(default_factory=list)
     """Recipes of single cycles, in the place of ``learn`` or ``adapt``."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -404,6 +414,13 @@ class RunConfig(Config):
             )
         if self.critic is not None and not asks:
             raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) < len(names) or NOTHING in names:
+            raise ValueError(
+                f"arms are {', '.join(names)}; give each a name of its own, and leave '{NOTHING}' out: it always takes part"
+            )
+        if self.arms and self.adapt is not None:
+            raise ValueError("arms take the place of adapt; make it one of them, or leave it out")
         twice = [cycle for cycle, count in Counter(each.cycle for each in self.trials).items() if count > 1]
         if twice:
             raise ValueError(f"trials has two recipes for cycle {twice[0]}; leave one of them")
@@ -422,7 +439,12 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _teachers_are_there(self) -> RunConfig:
-        for recipe, first in ((self.learn, True), (self.adapt, False), *((trial, trial.cycle == 1) for trial in self.trials)):
+        for recipe, first in (
+            (self.learn, True),
+            (self.adapt, False),
+            *((arm, False) for arm in self.arms),
+            *((trial, trial.cycle == 1) for trial in self.trials),
+        ):
             distill = None if recipe is None or not recipe.rl.steps else recipe.rl.distill
             if distill is None:
                 continue
@@ -453,13 +475,19 @@ class RunConfig(Config):
     @property
     def recipes(self) -> list[RecipeConfig]:
         """All that a cycle may follow: that of the first, of later ones, and of single ones."""
-        return [self.learn, self.adapt or self.learn, *self.trials]
+        return [self.learn, self.adapt or self.learn, *self.arms, *self.trials]
 
     def is_trial(self, cycle: int) -> bool:
         """Whether a cycle has a recipe of its own."""
         return any(each.cycle == cycle for each in self.trials)
 
-    def recipe(self, cycle: int) -> RecipeConfig:
-        """The recipe of a cycle, counted from 1."""
+    @property
+    def arm_names(self) -> list[str]:
+        """What a later cycle can try; the one recipe there is, where no arms are named."""
+        return [arm.name for arm in self.arms] or ["adapt"]
+
+    def recipe(self, cycle: int, arm: str | None = None) -> RecipeConfig:
+        """The recipe of a cycle, counted from 1, that tries ``arm``."""
         trial = next((each for each in self.trials if each.cycle == cycle), None)
-        return trial or (self.learn if cycle == 1 or self.adapt is None else self.adapt)
+        chosen = next((each for each in self.arms if each.name == arm), None)
+        return trial or chosen or (self.learn if cycle == 1 or self.adapt is None else self.adapt)

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.config import load_config
-from evergrad.ledger import FEWEST_STEPS, Estimate, Forecast, worthwhile_until
+from evergrad.envs import Taskset
+from evergrad.ledger import FEWEST_STEPS, Choice, Estimate, Forecast, worthwhile_until
+from evergrad.loop._choosing import choose
 from evergrad.loop._folder import LoopState, read_state
 from evergrad.loop._spending import forecast_of, phase_dollars, rl_steps
 from evergrad.loop.config import RunConfig, WorthConfig
@@ -64,6 +66,8 @@ class SpendingPlan:
     dollars. ``None`` without a ``[worth]``."""
     unspent_usd: float | None
     """The rest of it."""
+    next_arm: Choice
+    """Which way of getting better the next cycle would try, by what its tries have gained so far, or ``nothing``."""
 
 
 def plan_budget(run: Path, budget_usd: float, *, anew: bool = False, overrides: Sequence[str] = ()) -> SpendingPlan:
@@ -86,6 +90,8 @@ def plan_budget(run: Path, budget_usd: float, *, anew: bool = False, overrides: 
     begin = 0.0 if anew else used
     budgets = [share * budget_usd for share in _SHARES]
     options = [_option(amount, overhead, usd_per_step, begin, forecast, config.worth) for amount in budgets]
+    suite = Taskset(config.environment.name, state.deployed).suite
+    choice = choose(config, state, suite, None)
     recommended = _recommended(budget_usd, overhead, begin, forecast, config)
     return SpendingPlan(
         run=str(run),
@@ -99,6 +105,7 @@ def plan_budget(run: Path, budget_usd: float, *, anew: bool = False, overrides: 
         budget_usd=budget_usd,
         recommended_usd=recommended,
         unspent_usd=None if recommended is None else budget_usd - recommended,
+        next_arm=choice,
     )
 
 
@@ -115,7 +122,9 @@ def _basis(run: Path, state: LoopState, seed: int) -> tuple[int, Sequence[Mappin
         "no cycle of the run can be forecast from: "
         + ("its steps have no price" if unpriced else f"none has {FEWEST_STEPS} steps of reinforcement learning"),
         where=str(run),
-        hint="price what it uses in the price book" if unpriced else "let it learn a little first: 'evergrad run' with a small budget",
+        hint="price what it uses in the price book"
+        if unpriced
+        else "let it learn a little first: 'evergrad run' with a small budget",
     )
 
 

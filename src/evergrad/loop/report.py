@@ -16,10 +16,6 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
 ``budget``
     ``usd`` and ``unspent_usd``; both ``null`` without a budget in dollars.
-``stops[]``
-    Each time that learning ended because the next dollar no longer paid: ``cycle``, ``step``, ``spent_usd`` (of this phase),
-    ``next_dollar_brings`` (``{value, low, high}``, a 90% interval), ``hurdle``, ``usd_per_score``, ``reward``, ``ceiling``,
-    ``curve``, ``steps_left``.
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
     As the ledger defines them, for the version that serves, from its evaluation that ``priced_on`` names.
 ``usd_per_success_at_least``

@@ -36,6 +36,14 @@ def show_plan(
     screen.print(table(numbers, [_row(option) for option in plan.options], right=numbers))
     screen.print()
     screen.print(cell(_advice(plan), "bold"))
+    choice = plan.next_arm
+    if any(each.tries for each in choice.values):
+        screen.print()
+        rows = [
+            (each.arm, str(each.tries), percent(each.gain_bound, signed=True), usd(each.usd_bound)) for each in choice.values
+        ]
+        heads = ("arm", "tries", "gain at most", "cost at least")
+        screen.print(table(heads, rows, right=heads[1:], title=f"the next cycle would try: {choice.arm}"))
 
 
 def _row(option: Option) -> tuple[str, ...]:

@@ -368,6 +368,10 @@ def cost(
         str | None,
         typer.Option("--invoice", metavar="USD", help="Put the ledger beside what was invoiced.", show_default=False),
     ] = None,
+    others: Annotated[
+        Path | None,
+        typer.Option("--others", metavar="FILE", help="Place other models (TOML) among the versions.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run has cost by phase, per million tokens and per success, and which version is dominated by which."""
@@ -375,7 +379,7 @@ def cost(
     from evergrad.service._runs import LEDGER, REGISTRY, find_run
 
     folder = find_run(run, holds=(REGISTRY, LEDGER))
-    show_costs(folder, focus=focus, price_book=price_book, view=view.value, invoice=invoice, as_json=as_json)
+    show_costs(folder, focus=focus, price_book=price_book, view=view.value, invoice=invoice, others=others, as_json=as_json)
 
 
 @app.command()
