@@ -63,17 +63,16 @@ def test_learning_goes_on_while_the_next_dollar_pays_and_stops_on_record_when_it
     steps = steps_of(CURVE, 30)
     assert asyncio.run(no_longer_pays(session_of(steps, worth=worth(1000.0)))) is None
     session = session_of(steps, worth=worth(1.0))
-    reason = asyncio.run(no_longer_pays(session))
-    assert reason is not None
-    assert "the next dollar brings in" in reason
-    assert "must exceed $1.00" in reason
-    (stop,) = session.state.stops
-    assert (stop["cycle"], stop["step"], stop["steps_left"], stop["hurdle"]) == (1, 30, 10, 0.0)
-    assert stop["spent_usd"] == pytest.approx(3.0)
-    brings = stop["next_dollar_brings"]
+    stop = asyncio.run(no_longer_pays(session))
+    assert stop is not None
+    assert "the next dollar brings in" in stop.why
+    assert "must exceed $1.00" in stop.why
+    assert (stop.evidence["steps_left"], stop.evidence["hurdle"]) == (10, 0.0)
+    assert stop.evidence["phase_usd"] == pytest.approx(3.0)
+    brings = stop.evidence["next_dollar_brings"]
     assert brings["low"] <= CURVE.slope(3.0) <= brings["high"], "the truth is within the interval that decided"
     assert brings["low"] < 1
-    json.dumps(dataclasses.asdict(session.state), allow_nan=False)
+    json.dumps(stop.evidence, allow_nan=False)
 
 
 def test_a_hurdle_decides_between_the_two() -> None:
@@ -93,9 +92,7 @@ def test_without_a_worth_or_a_price_nothing_is_stopped() -> None:
     steps = steps_of(CURVE, 30)
     assert asyncio.run(no_longer_pays(session_of(steps))) is None
     unpriced = [{**step, "usd": None} for step in steps]
-    session = session_of(unpriced, worth=worth(1e-9))
-    assert asyncio.run(no_longer_pays(session)) is None
-    assert session.state.stops == []
+    assert asyncio.run(no_longer_pays(session_of(unpriced, worth=worth(1e-9)))) is None
 
 
 def test_what_is_left_of_a_budget_is_told() -> None:

@@ -1,10 +1,10 @@
 """What to try next: ways of getting better compete for the money, and so does leaving everything as it is.
 
 Each try of an arm (more reinforcement learning, supervised fine-tuning, another recipe) has gained so much score for so many
-dollars. The next try goes to the arm with the largest optimistic gain per careful dollar: a budgeted upper confidence bound over
-the last tries (Ding and others, "Multi-armed bandit with budget constraint and variable costs", AAAI 2013)::
+dollars. The next try goes to the arm with the largest optimistic gain per careful dollar: a budgeted upper confidence bound
+over the last tries (Ding and others, "Multi-armed bandit with budget constraint and variable costs", AAAI 2013)::
 
-    value(arm) = V·N · UCB(gain) / LCB(dollars),      r(n) = √(2·ln t / n)
+    value(arm) = V·N · UCB(gain) / LCB(dollars),      bounds: mean ± s · √(2·ln t / n)  after n of t tries
 
 ``nothing`` gains nothing for nothing, so it takes no part in the ratio: it wins when no arm is worth its price, that is when
 the value of the best is below ``1 + hurdle``; without a worth, when none may gain at all.
@@ -20,9 +20,9 @@ from evergrad.ledger.prices import LedgerError
 
 NOTHING = "nothing"
 WINDOW = 20
-"""Tries that are remembered: what paid long ago says little of a version that has grown since."""
+"""Tries of an arm that are remembered: what paid long ago says little of a version that has grown since."""
 _GAIN_SD, _COST_SHARE = 0.05, 0.25
-"""How uneven gains and costs are taken to be, as points of score and as a share of the mean cost."""
+"""How uneven gains (in score) and costs (as a share of their mean) are taken to be before they are seen; counts as one try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ def choose_arm(
         raise LedgerError(f"cannot choose among {list(arms)}", hint=f"name each arm once; '{NOTHING}' is always one")
     if not all(math.isfinite(each.gain) and math.isfinite(each.usd) and each.usd >= 0 for each in tries):
         raise LedgerError("a try has no finite gain and cost", hint="leave tries without a price out")
-    recent = [each for each in tries if each.arm in arms][-WINDOW:]
-    values = [_value(arm, recent, usd_per_score) for arm in arms]
+    total = sum(each.arm in arms for each in tries)
+    values = [_value(arm, [each for each in tries if each.arm == arm][-WINDOW:], total, usd_per_score) for arm in arms]
     affordable = [each for each in values if budget_left is None or each.usd_bound <= budget_left]
     ordered = sorted(affordable, key=lambda each: -each.value)
     needs = 1 + hurdle if usd_per_score is not None else 0.0
@@ -93,14 +93,20 @@ def choose_arm(
     return Choice(chosen, tuple(sorted(values, key=lambda each: -each.value)), needs)
 
 
-def _value(arm: str, recent: Sequence[Try], usd_per_score: float | None) -> ArmValue:
-    own = [each for each in recent if each.arm == arm]
+def _value(arm: str, own: Sequence[Try], total: int, usd_per_score: float | None) -> ArmValue:
     if not own:
         return ArmValue(arm, 0, math.inf, 0.0, math.inf)
-    width = math.sqrt(2 * math.log(max(2, len(recent))) / len(own))
-    mean_usd = math.fsum(each.usd for each in own) / len(own)
-    gain = math.fsum(each.gain for each in own) / len(own) + _GAIN_SD * width
-    usd = mean_usd * max(0.1, 1 - _COST_SHARE * width)
+    width = math.sqrt(2 * math.log(max(2, total)) / len(own))
+    mean_gain, mean_usd = (
+        math.fsum(column) / len(own) for column in zip(*((each.gain, each.usd) for each in own), strict=True)
+    )
+    gain = mean_gain + width * _spread([each.gain - mean_gain for each in own], _GAIN_SD)
+    usd = max(0.1 * mean_usd, mean_usd - width * _spread([each.usd - mean_usd for each in own], _COST_SHARE * mean_usd))
     scale = 1.0 if usd_per_score is None else usd_per_score
     value = gain * scale / usd if usd > 0 else math.copysign(math.inf, gain)
     return ArmValue(arm, len(own), gain, usd, value)
+
+
+def _spread(deviations: Sequence[float], before: float) -> float:
+    """Standard deviation, with the one that was taken before anything was seen as one more deviation."""
+    return math.sqrt((math.fsum(each * each for each in deviations) + before * before) / (len(deviations) + 1))

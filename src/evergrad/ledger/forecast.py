@@ -4,10 +4,10 @@ The curve (ScaleRL, arXiv 2510.13786, equation 1), with C the dollars spent sinc
 
     R(C) = R₀ + (A − R₀) / (1 + (C_mid / C)^B)
 
-Few steps identify the ceiling A poorly, so that the interval matters more than the curve. It comes from a parametric bootstrap in
-which each replicate fits the steps with fresh noise and with a fresh draw of a weak prior ("randomize then optimize", Bardsley and
-others 2014). Where the steps say nothing of a parameter, the replicates spread as wide as the prior; where they say much, the
-prior is drowned. A plain bootstrap of the residuals would be sure of a ceiling that nobody has seen yet.
+Few steps identify the ceiling A poorly, so that the interval matters more than the curve. It comes from a parametric bootstrap
+in which each replicate fits the steps with fresh noise and with a fresh draw of a weak prior ("randomize then optimize",
+Bardsley and others 2014). Where the steps say nothing of a parameter, the replicates spread as wide as the prior; where they
+say much, the prior is drowned. A plain bootstrap of the residuals would be sure of a ceiling that nobody has seen yet.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Curve:
         """R(C) at ``usd`` dollars."""
         if usd <= 0:
             return self.start
-        return self.start + (self.ceiling - self.start) / (1 + (self.midpoint_usd / usd) ** self.steepness)
+        rise: float = (self.ceiling - self.start) / (1 + math.pow(self.midpoint_usd / usd, self.steepness))
+        return self.start + rise
 
     def slope(self, usd: float) -> float:
         """dR/dC in reward per dollar, at ``usd`` > 0.
@@ -68,7 +69,7 @@ class Curve:
         >>> round(1e4 * curve.slope(732.0508), 6)
         1.0
         """
-        x = (self.midpoint_usd / usd) ** self.steepness
+        x = math.pow(self.midpoint_usd / usd, self.steepness)
         return (self.ceiling - self.start) * self.steepness * x / (usd * (1 + x) ** 2)
 
 
@@ -125,8 +126,8 @@ class Forecast:
     def marginal(self, at_usd: float | None = None, until_usd: float | None = None) -> Estimate:
         """Reward per dollar that the next dollars bring, at best: the steepest line from now to a later point of the curve.
 
-        Wherever the curve bends down, that is its slope dR/dC. Before it does, the slope is small and would end a run that has only
-        begun.
+        Wherever the curve bends down, that is its slope dR/dC. Before it does, the slope is small and would end a run that has
+        only begun.
 
         Args:
             at_usd: Where on the curve; after what is spent by default.

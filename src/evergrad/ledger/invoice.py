@@ -22,8 +22,8 @@ class Reconciliation:
     idle: Decimal
     """Time that was reserved and not used, on account of whoever reserved it."""
     unattributed: Decimal
-    """The rest: time of killed processes, and what the invoice has and the ledger does not. Negative when the ledger has more than
-    the invoice: then its prices are too high."""
+    """The rest: time of killed processes, and what the invoice has and the ledger does not. Negative when the ledger has more
+    than the invoice: then its prices are too high."""
     residual: Decimal
     """What the invoice has beyond the ledger; part of ``unattributed``."""
     unpriced: tuple[str, ...]

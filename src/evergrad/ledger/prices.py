@@ -18,8 +18,8 @@ EXACT = Context(prec=60, traps=[Inexact, InvalidOperation, Overflow, DivisionByZ
 """Sums and products of money: no digit is ever dropped; what would not fit raises."""
 
 View = Literal["billed", "list", "marginal"]
-"""``billed``: what is paid. ``list``: what it would cost without a discount. ``marginal``: what more of it costs, when part of it is
-paid for anyway, such as a reserved machine's idle hours."""
+"""``billed``: what is paid. ``list``: what it would cost without a discount. ``marginal``: what more of it costs, where part of
+it is paid for anyway, such as a reserved machine's idle hours."""
 
 _ROUNDING = Context(prec=50)
 _SMALLEST_UNIT_PRICE = Decimal("1e-24")

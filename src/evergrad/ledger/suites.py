@@ -1,6 +1,6 @@
 """Scores of different suites side by side: normalized, weighted, and without those that no longer tell versions apart.
 
-Raw scores of two suites are never averaged: 0.5 is chance on one and brilliant on another. So each is put on a scale of its own::
+Raw scores of two suites are never averaged: 0.5 is chance on one and brilliant on another. So each has a scale of its own::
 
     normalized   (s − chance) / (ceiling − chance)
     index        Σ w·normalized / Σ w  over the suites that are not retired
@@ -60,7 +60,7 @@ def suite_index(
         retired: Names of the suites that are saturated.
 
     Raises:
-        LedgerError: chance and ceiling of a suite in the wrong order, a weight that is not positive, or a score that is not finite.
+        LedgerError: chance and ceiling in the wrong order, a weight that is not positive, or a score that is not finite.
     """
     for suite in suites:
         if not (suite.chance < suite.ceiling and suite.weight > 0 and math.isfinite(suite.weight)):

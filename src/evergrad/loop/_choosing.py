@@ -29,7 +29,7 @@ def choose(config: RunConfig, state: LoopState, suite: str, spent: float | None,
         state: With the cycles so far.
         suite: What is deployed now; only tries on it count.
         spent: Dollars of the whole run.
-        urgent: The world says that the service fails: what arms gained before it did so says nothing of what they would gain now.
+        urgent: The world says that the service fails: what arms gained before says nothing of what they would gain now.
     """
     tries = [] if urgent else tries_on(state, suite)
     worth = None if config.worth is None else config.worth.usd_per_score

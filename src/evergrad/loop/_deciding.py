@@ -1,8 +1,8 @@
 """DECIDE: whether this cycle trains at all.
 
 Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START, or WATCH where training would buy nothing:
-the suite is saturated, its verifier was convicted by a gold audit and has not been repaired since, or no way of getting better is
-worth its price.
+the suite is saturated, its verifier was convicted by a gold audit and has not been repaired since, or no way of getting better
+is worth its price.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
-from evergrad.loop._spending import no_longer_pays
+from evergrad.loop._spending import Stop, no_longer_pays
 from evergrad.loop.decisions import Decision
 from evergrad.rollouts import (
     ESTIMATORS,
@@ -114,13 +114,14 @@ async def learn(session: Session) -> Decision:
         turn_discount=rl.turn_discount,
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
-    stopped, unpaid = None, None
+    stopped: str | None = None
+    unpaid: Stop | None = None
     try:
         with session.console.stage(f"cycle {state.cycle}: RL", rl.steps, state.step):
             while state.step < rl.steps and not _good_enough(session):
                 session.safe_point()
                 unpaid = await no_longer_pays(session)
-                stopped = session.out_of_budget() or distrusted_by_training(session) or (unpaid and unpaid.why)
+                stopped = session.out_of_budget() or distrusted_by_training(session) or (unpaid.why if unpaid else None)
                 if stopped:
                     break
                 await _step(session, buffer)

@@ -7,6 +7,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from evergrad.ledger import Forecast, fit_forecast, next_dollar
@@ -34,7 +35,7 @@ def phase_dollars(steps: Sequence[Mapping[str, Any]]) -> list[float] | None:
     found = [step["usd"] for step in steps]
     if None in found or len(found) < 2:
         return None
-    begin = found[0] - statistics.median(after - before for before, after in zip(found, found[1:], strict=False))
+    begin = found[0] - statistics.median(after - before for before, after in pairwise(found))
     return [amount - begin for amount in found]
 
 

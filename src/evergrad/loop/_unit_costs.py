@@ -1,4 +1,4 @@
-"""What the version that serves costs per token and per success, with and without what it took to make it; and the suites' index."""
+"""What the version that serves costs per token and per success, with and without the cost of learning; the suites' index."""
 
 from __future__ import annotations
 

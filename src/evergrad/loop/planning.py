@@ -1,7 +1,7 @@
 """What a budget buys: steps, the gain that they are expected to bring, and when that has paid for itself.
 
-A plan goes by what a run has recorded: the curve of its last phase of reinforcement learning, and what its last cycle cost besides
-(warm start, evaluation, ruling, traffic). It reads a run's folder and changes nothing in it.
+A plan goes by what a run has recorded: the curve of its last phase of reinforcement learning, and what its last cycle cost
+besides (warm start, evaluation, ruling, traffic). It reads a run's folder and changes nothing in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Option:
     gain: Estimate
     """By how much that is more than now."""
     must_bring_usd: Estimate
-    """What a score higher by 1 must be worth, over the life of a version, for the budget to be paid back; ``inf`` for no gain."""
+    """What a score higher by 1 must be worth, over the life of a version, to pay the budget back; ``inf`` for no gain."""
     break_even_attempts: Estimate | None
     """Attempts after which the budget is paid back; ``None`` without a ``[worth]``."""
     roi: Estimate | None
@@ -76,8 +76,8 @@ def plan_budget(run: Path, budget_usd: float, *, anew: bool = False, overrides: 
     Args:
         run: A run's folder.
         budget_usd: Dollars for the whole cycle.
-        overrides: Of the run's configuration, such as ``worth.attempts=1000``.
         anew: For tasks of the same kind that the version has not learned yet; otherwise the curve goes on where it ended.
+        overrides: Of the run's configuration, such as ``worth.attempts=1000``.
 
     Raises:
         InputError: nothing in the run to forecast from.
@@ -129,7 +129,7 @@ def _basis(run: Path, state: LoopState, seed: int) -> tuple[int, Sequence[Mappin
 
 
 def _overhead(state: LoopState, cycle: int, rl_usd: float) -> float:
-    """What the cycle cost besides reinforcement learning; of one that has not ended yet, what it has cost until its first step."""
+    """What the cycle cost besides reinforcement learning; of one under way, what it has cost until its first step."""
     ended = [row for row in state.cycles if row["cycle"] == cycle and row["usd"] is not None]
     if ended:
         return max(0.0, float(ended[-1]["usd"]) - rl_usd)
