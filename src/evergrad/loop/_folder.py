@@ -53,6 +53,10 @@ class LoopState:
     """Groups of this cycle that were trained; the next one is planned from it."""
     rl_step: int = 0
     """RL steps of the whole run; names the rollout files."""
+    slices: dict[str, list[float]] = field(default_factory=dict)
+    """Slice to discounted successes, failures and tokens of this cycle's rollouts; for ``rl.tasks = "informative"``."""
+    slices_taken: dict[str, int] = field(default_factory=dict)
+    """Slice to groups of this cycle that took a task of it."""
     policy_version: int = 0
     incumbent: str | None = None
     """What ``production`` served when this cycle's candidate was measured."""

@@ -28,6 +28,7 @@ from evergrad.loop._folder import Stage
 from evergrad.loop._gold_audit import audited_figures, audits_training, distrusted_by_training, keep_audited
 from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
+from evergrad.loop._prompting import TaskChoice
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop._spending import Stop, no_longer_pays
@@ -103,6 +104,9 @@ async def learn(session: Session) -> Decision:
     if state.step == 0:
         await session.reset_trainer(session.version_id("sft"))
     await session.start_teacher()
+    informative = rl.tasks == "informative"
+    slices = session.training_slices(state.deployed) if informative else {}
+    session.task_choice = TaskChoice(state, slices, session.config.seed) if informative else None
     buffer = Buffer(
         max_off_policy_steps=rl.max_off_policy_steps,
         groups_per_batch=rl.groups_per_step,
@@ -156,6 +160,8 @@ async def _step(session: Session, buffer: Buffer) -> None:
     metrics = await session.train(batch, rl.loss, rl.lr_at(state.step), rl.updates)
     trained = time.monotonic()
     receipt = await session.publish()
+    if session.task_choice is not None:
+        session.task_choice.end_step(state.group + _used(buffer) - used)
     await buffer.advance(state.policy_version)
     state.step += 1
     state.group += _used(buffer) - used
@@ -167,6 +173,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
             **batch.metrics,
             **metrics,
             **audited_figures(session),
+            **(session.task_choice.figures(rl.group_size) if session.task_choice is not None else {}),
             "rollout_s": rolled - started,
             "train_s": trained - rolled,
             "sync_s": time.monotonic() - trained,
@@ -269,7 +276,10 @@ def _plan(session: Session, number: int) -> tuple[str, Task, Mapping[str, Any]]:
         settings, position = known[replayed % len(known)], replayed // len(known)
     else:
         settings, position = state.deployed, number - replayed
-    task = session.training_task(settings, position)
+    if session.task_choice is not None and settings is state.deployed:
+        task = session.task_choice.task(number)
+    else:
+        task = session.training_task(settings, position)
     return f"c{state.cycle}-g{number}", task, settings
 
 
@@ -292,6 +302,8 @@ async def _run_one(
             audit=audits_training(session, settings),
         )
         keep_audited(session, group)
+        if session.task_choice is not None:
+            session.task_choice.see(int(group_id.rpartition("-g")[2]), group)
         for rollout in group.rollouts:
             session.writer.write(session.state.rl_step, rollout)
         if rl.distill is not None and rl.distill.hint:

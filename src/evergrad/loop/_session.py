@@ -24,6 +24,7 @@ from evergrad.ledger import EnergyMeter, Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
+from evergrad.loop._prompting import TaskChoice
 from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._scores import reward_interval
 from evergrad.loop._serving import PRODUCTION, Serving
@@ -56,6 +57,8 @@ class Session:
         self._tasksets: dict[str, Taskset] = {}
         self._tasks: dict[str, Sequence[Task]] = {}
         self._exit = contextlib.AsyncExitStack()
+        self.task_choice: TaskChoice | None = None
+        """Of the phase that is under way, where it draws its tasks by what they teach."""
         self.registry: Registry
         self.ledger: Ledger
         self.clock: PhaseClock
@@ -231,6 +234,14 @@ class Session:
                 raise EvergradError(f"environment '{taskset.name}' has no training tasks", where=self.suite(settings))
         tasks = self._tasks[key]
         return tasks[position % len(tasks)]
+
+    def training_slices(self, settings: Mapping[str, Any]) -> dict[str, list[Task]]:
+        """All tasks of this cycle under ``settings``, by slice; each slice in its order."""
+        self.training_task(settings, 0)
+        by_slice: dict[str, list[Task]] = {}
+        for task in self._tasks[repr((self.state.cycle, sorted(settings.items())))]:
+            by_slice.setdefault(str(task.metadata.get("slice", "")), []).append(task)
+        return by_slice
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class RLConfig(Config):
     steps: int = Field(11, ge=0)
     groups_per_step: int = Field(8, ge=1)
     group_size: int = Field(8, ge=1)
+    tasks: Literal["in_order", "informative"] = "in_order"
+    """``informative``: slices of tasks whose rewards differ most per token give more groups, by what the last steps showed."""
     replace_groups: int = Field(0, ge=0)
     """Groups a step whose rewards are all equal, and which others replace before they are taken as they are: no gradient comes
     from them, and Adam makes a step of full length out of the few that are left (dynamic sampling, arXiv 2503.14476)."""
