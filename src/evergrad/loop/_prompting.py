@@ -64,7 +64,7 @@ class TaskChoice:
         state.slices = {name: [record.successes, record.failures, record.tokens] for name, record in records.items()}
 
     def figures(self, group_size: int) -> dict[str, float]:
-        """Success rate of each slice that was seen, and the share of informative groups that is to be expected of the next step."""
+        """Success rate of each slice that was seen, and the share of informative groups to be expected of the next step."""
         records = self._records()
         rates = {name: (1 + each.successes) / (2 + each.successes + each.failures) for name, each in records.items()}
         tokens = {name: max(1.0, each.tokens) / max(1.0, each.successes + each.failures) for name, each in records.items()}

@@ -2,8 +2,8 @@
 
 A group of G rollouts that all succeed, or all fail, has no gradient; with success rate p it has one with probability
 ``1 − p^G − (1 − p)^G``. The variance of a policy gradient goes with p(1 − p) (VIP, arXiv 2602.01601), so that for a fixed number
-of tokens the estimate is best when slice i, at c tokens a rollout, gets a share proportional to ``w·√(p(1 − p) / c)`` (Neyman's
-allocation with costs), w being its share of the tasks.
+of tokens the estimate is best when a slice, at c tokens a rollout, gets a share proportional to ``w·√(p(1 − p) / c)``, w being
+its share of the tasks (Neyman's allocation with costs).
 """
 
 from __future__ import annotations
