@@ -1,7 +1,7 @@
 """Which tasks teach most per token: groups whose rewards differ, from slices where success is neither certain nor out of reach.
 
 A group of G rollouts that all succeed, or all fail, has no gradient; with success rate p it has one with probability
-``1 − p^G − (1 − p)^G``. The variance of a policy gradient goes with p(1 − p) (VIP, arXiv 2602.01601), so that for a fixed number
+``1 − p^G − (1 − p)^G``. The variance of a policy gradient goes with p(1 − p) (VIP, arXiv 2602.01601), so for a fixed number
 of tokens the estimate is best when a slice, at c tokens a rollout, gets a share proportional to ``w·√(p(1 − p) / c)``, w being
 its share of the tasks (Neyman's allocation with costs).
 """

@@ -79,7 +79,7 @@ def show_costs(
     units = _unit_costs(run) if as_made else dict.fromkeys((*_UNIT_COSTS, *_MORE))
     frontier = _frontier(run) if as_made else []
     if others is not None:
-        frontier = _among_others(frontier, OtherModels.load(others), books[entries[-1].price_book])
+        frontier = _among_others(frontier, OtherModels.load(others), _last_book(entries, books))
     if as_json:
         print_json({"cost": summary, "uncharged": uncharged, "invoice": reconciled, **units, "frontier": frontier})
         return
@@ -128,6 +128,11 @@ def _frontier(run: Path) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(_is_place(each) for each in found):
         raise EvergradError("the report's frontier is none", where=str(path), hint=_ANEW)
     return found
+
+
+def _last_book(entries: Sequence[CostEntry], books: Mapping[str, PriceBook]) -> PriceBook:
+    known = [books[entry.price_book] for entry in entries if entry.price_book in books]
+    return known[-1] if known else PriceBook.load()
 
 
 def _among_others(frontier: Sequence[Mapping[str, Any]], others: OtherModels, book: PriceBook) -> list[dict[str, Any]]:
