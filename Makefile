@@ -17,7 +17,7 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-perpetual demo-seeds demo-control test test-slow test-trl test-vllm check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-router bench-transfer docs clean
+.PHONY: help setup demo demo-short demo-perpetual demo-seeds demo-control test test-slow test-trl test-vllm check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-forecast bench-router bench-transfer docs clean
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -92,6 +92,9 @@ format: $(READY)  ## Let ruff fix and format what it can
 
 bench-engine: $(READY) $(VLLM_READY)  ## Our engine against vLLM and transformers (installs vLLM into .venv-vllm first); one line of JSON
 	$(BIN)/python -m benchmarks.bench_engine
+
+bench-forecast: $(READY)  ## Coverage of the forecast's intervals, on recorded and simulated curves; one line of JSON and a picture
+	$(BIN)/python -m benchmarks.bench_forecast
 
 bench-rollouts: $(READY)  ## Overhead per turn with an instant engine, 2,000 sessions; one line of JSON
 	$(BIN)/python -m benchmarks.bench_rollouts

@@ -134,13 +134,16 @@ def test_python_blocks_import_what_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_configuration_in_docs_is_valid(page: Path) -> None:
     from evergrad.config import parse_config
+    from evergrad.ledger import OtherModels, PriceBook
     from evergrad.loop.config import RunConfig
     from evergrad.loop.offline import TrainConfig
 
+    files = {"data": TrainConfig, "prices": PriceBook, "models": OtherModels}
     for block in blocks(page, "toml"):
         data = tomllib.loads(block)
-        if "data" in data:
-            parse_config(TrainConfig, data, where=name_of(page))
+        kind = next((files[key] for key in files if key in data), None)
+        if kind is not None:
+            parse_config(kind, data, where=name_of(page))
         else:
             parse_config(RunConfig, {"environment": {"name": "support_desk"}, **data}, where=name_of(page))
 

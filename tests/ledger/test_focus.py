@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from evergrad.ledger import Ledger, PhaseClock, cost_summary, focus_csv
+from evergrad.ledger import Ledger, PhaseClock, Price, PriceBook, cost_summary, focus_csv
 from evergrad.ledger.focus import COLUMNS
 from evergrad.types import CostEntry
 
@@ -30,8 +30,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield ledger
 
 
-def rows_of(entries: tuple[CostEntry, ...]) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(focus_csv(entries, "run"))))
+def rows_of(entries: tuple[CostEntry, ...], books: dict[str, PriceBook] | None = None) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(focus_csv(entries, "run", books or {}))))
 
 
 def test_the_table_sums_up_to_the_ledger_idle_time_included(ledger: Ledger) -> None:
@@ -98,6 +98,22 @@ def test_no_digit_and_no_odd_name_is_lost(items: list[tuple[Decimal, str]]) -> N
         CostEntry(f"k{i}", name, "train", "cpu_core_s", amount, Decimal(1), amount, "b", "2026-01-01T00:00:00+00:00")
         for i, (amount, name) in enumerate(items)
     )
-    rows = list(csv.DictReader(io.StringIO(focus_csv(entries, "run"), newline="")))
+    rows = list(csv.DictReader(io.StringIO(focus_csv(entries, "run", {}), newline="")))
     assert [Decimal(row["BilledCost"]) for row in rows] == [amount for amount, _ in items]
     assert [row["x_IdempotencyKey"] for row in rows] == [entry.idempotency_key for entry in entries]
+
+
+def test_the_list_price_stands_beside_what_was_billed(tmp_path: Path) -> None:
+    book = PriceBook(prices={"gpu_h100_s": Price(usd=Decimal(2), list_usd=Decimal(3))})
+    with Ledger(tmp_path / "ledger.sqlite", book) as ledger:
+        ledger.record("k", subject="s", phase="train", resource="gpu_h100_s", quantity=10)
+        (row,) = rows_of(ledger.entries(), ledger.price_books())
+    assert (row["BilledCost"], row["ListCost"], row["ListUnitPrice"]) == ("20", "30", "3")
+
+
+def test_what_a_charge_builds_on_stands_in_its_row(ledger: Ledger) -> None:
+    with PhaseClock(ledger, subject="cycle-2", cores=1, heartbeat_s=None) as clock:
+        clock.parents = ("run-c1-rl",)
+        with clock.phase("train"):
+            pass
+    assert [row["x_Parents"] for row in rows_of(ledger.entries(phase="train"))] == ['["run-c1-rl"]']

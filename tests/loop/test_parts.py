@@ -221,6 +221,7 @@ def test_plan_of_groups_gives_each_contract_its_share_and_no_task_twice(share: f
         state=SimpleNamespace(cycle=3, deployed={"contract": "v3"}),
         known=known,
         recipe=SimpleNamespace(rl=SimpleNamespace(replay_share=share)),
+        task_choice=None,
         training_task=lambda settings, position: (settings["contract"], position),
     )
     planned = [_plan(session, number) for number in range(80)]

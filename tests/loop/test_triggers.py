@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,8 +98,8 @@ class Loop:
 
     distrust, convict, known = Session.distrust, Session.convict, Session.known
 
-    def __init__(self, *, mean: float, kinds: list[str], trials: list[dict[str, Any]] | None = None) -> None:
-        self.config = RunConfig.model_validate({"environment": {"name": str(LETTERS)}, "trials": trials or []})
+    def __init__(self, *, mean: float, kinds: list[str], **config: Any) -> None:
+        self.config = RunConfig.model_validate({"environment": {"name": str(LETTERS)}, **config})
         self.state = LoopState(cycle=2, trigger="because", trigger_kinds=kinds)
         self.state.scores.append(
             {"label": "x", "version_id": "t-c1-rl", "suite": "letters@v1#2", "suite_hash": "h", "mean": mean, "n": 96}
@@ -114,6 +115,9 @@ class Loop:
 
     def event(self, text: str) -> None:
         self.told.append(text)
+
+    def spent_usd(self) -> float:
+        return 2.0
 
 
 @pytest.mark.parametrize(
@@ -134,6 +138,39 @@ async def test_a_saturated_suite_is_retired_unless_the_world_says_otherwise(
     assert (decision.following, decision.word) == (following, word)
     assert decision.evidence["score"] == mean
     assert bool(session.told) == (following is Stage.WATCH)
+
+
+def cycle_of(arm: str | None, gain: float, usd: float | None, verdict: str = "promoted") -> dict[str, Any]:
+    return {"arm": arm, "suite": "letters@v1#1", "score_before": 0.4, "score_after": 0.4 + gain, "usd": usd, "verdict": verdict}
+
+
+async def test_a_cycle_takes_the_arm_with_the_best_prospect() -> None:
+    session: Any = Loop(mean=0.8, kinds=["schedule"], arms=[{"name": "rl"}, {"name": "sft", "rl": {"steps": 0}}])
+    session.state.cycles = [cycle_of(None, 0.3, 1.0), cycle_of("rl", 0.2, 1.0)]
+    decision = await decide(session)
+    assert (decision.word, session.state.arm) == ("train", "sft"), "what was never tried gets its turn"
+    assert session.config.recipe(3, session.state.arm).rl.steps == 0
+    session.state.cycles += [cycle_of("sft", 0.3, 1.0, "refused")] * 3
+    decision = await decide(session)
+    assert session.state.arm == "rl"
+    assert {each["arm"]: each["tries"] for each in decision.evidence["arms"]} == {"rl": 1, "sft": 3}
+    assert json.loads(json.dumps(decision.evidence, allow_nan=False))["arm"] == "rl"
+
+
+@pytest.mark.parametrize(
+    ("worth", "kinds", "word"), [(0.5, ["schedule"], "nothing"), (500, ["schedule"], "train"), (0.5, ["fall"], "train")]
+)
+async def test_doing_nothing_wins_when_training_does_not_pay(worth: float, kinds: list[str], word: str) -> None:
+    session: Any = Loop(mean=0.8, kinds=kinds, worth={"usd_per_success": worth, "attempts": 1})
+    session.state.cycles = [cycle_of("adapt", 0.0, 1.0)] * 4
+    decision = await decide(session)
+    assert decision.word == word
+    if word == "nothing":
+        assert decision.following is Stage.WATCH
+        assert "doing nothing is worth most" in session.told[0]
+    unpriced: Any = Loop(mean=0.8, kinds=kinds, worth={"usd_per_success": worth, "attempts": 1})
+    unpriced.state.cycles = [cycle_of("adapt", 0.0, None)] * 4
+    assert (await decide(unpriced)).word == "train", "without a price nothing is known"
 
 
 async def test_a_recipe_for_this_very_cycle_is_tried_all_the_same() -> None:

@@ -342,7 +342,8 @@ def test_a_broken_configuration_of_a_run_is_named(cli: Cli, run: Path, text: str
     "text",
     ["", "{", "[]", '{"usd_per_success": "x"}', '{"usd_per_million_tokens": []}', '{"intelligence_per_dollar": 3}',
      '{"intelligence_per_dollar": {"ci95": 3}}', '{"frontier": 3}', '{"frontier": [{"version_id": 3}]}',
-     '{"intelligence_per_dollar": {"ci95": [1, "x"]}}', "[" * 100_000],
+     '{"intelligence_per_dollar": {"ci95": [1, "x"]}}', '{"all_in": 3}', '{"all_in": {"attempts": "x"}}', '{"index": [1]}',
+     '{"index": {"retired": 3}}', '{"usd_per_success_at_least": "x"}', '{"budget": {"unspent_usd": "x"}}', "[" * 100_000],
 )  # fmt: skip
 def test_a_broken_report_is_named_by_cost(cli: Cli, run: Path, text: str) -> None:
     with Ledger(run / "ledger.sqlite"):
@@ -542,6 +543,53 @@ def test_costs_name_the_versions_that_are_dominated(cli: Cli, run: Path) -> None
     out = cli("cost").out
     assert "score against cost per success on desk@v1" in out
     assert re.search(r"demo-c1-sft +40\.0% +\$0\.2500 +dominated by demo-c1-rl", out)
+
+
+def test_other_models_are_placed_among_the_versions(cli: Cli, run: Path) -> None:
+    with Ledger(run / "ledger.sqlite", PriceBook(prices={"api_output_tokens": Price(usd=Decimal("0.001"))})) as ledger:
+        ledger.record("k", subject="cycle-1", phase="eval", resource="api_output_tokens", quantity=1)
+    place = {"suite": "desk@v1", "score": 0.5, "usd_per_success": 0.25, "on_front": True, "dominated_by": []}
+    (run / "report.json").write_text(json.dumps({"frontier": [{**place, "version_id": "demo-c1-rl"}]}))
+    other = '[[models]]\nname = "large"\nsuite = "desk@v1"\nscore = 0.8\nused = { api_output_tokens = 80 }\n'
+    Path("others.toml").write_text(other)
+    out = cli("cost", "--others", "others.toml").out
+    assert re.search(r"large +80\.0% +\$0\.1000", out)
+    assert re.search(r"demo-c1-rl +50\.0% +\$0\.2500 +dominated by large", out)
+    Path("others.toml").write_text(other.replace("desk@v1", "desk@v2"))
+    assert "none of the models was measured on desk@v1" in cli("cost", "--others", "others.toml").error()
+    (run / "report.json").write_text("{}")
+    assert "no version of the run has a score" in cli("cost", "--others", "others.toml").error()
+
+
+def test_an_invoice_stands_beside_the_ledger_and_views_beside_the_bill(cli: Cli, run: Path) -> None:
+    price = Price(usd=Decimal(2), list_usd=Decimal(3), marginal_usd=Decimal(0))
+    with Ledger(run / "ledger.sqlite", PriceBook(prices={"cpu_core_s": price})) as ledger:
+        for number, phase in enumerate(("train", "idle", "unattributed")):
+            ledger.record(f"k{number}", subject="cycle-1", phase=phase, resource="cpu_core_s", quantity=number + 1)
+    out = cli("cost", "--invoice", "15").out
+    for name, usd in (("allocated", 2), ("idle", 4), ("unattributed", 9), ("invoiced", 15)):
+        assert re.search(rf"{name} +\${usd}\.0000", out)
+    assert "its prices are too high" in cli("cost", "--invoice", "10.5").out
+    assert "not a sum of dollars" in cli("cost", "--invoice", "much").error()
+    for view, usd in (("billed", 12), ("list", 18), ("marginal", 0)):
+        assert json.loads(cli("cost", "--view", view, "--json").out)["cost"]["usd"] == usd
+
+
+def test_costs_show_what_learning_adds_and_what_is_left(cli: Cli, run: Path) -> None:
+    with Ledger(run / "ledger.sqlite"):
+        pass
+    worth = {"value": 2.0, "ci95": [1.0, 3.0]}
+    all_in = {"usd_per_success": 0.5, "usd_per_million_tokens": 9.0, "intelligence_per_dollar": worth}
+    all_in |= {"learning_usd": 40.0, "attempts": 200.0, "basis": "worth"}
+    index = {"version": "x", "suites": [], "retired": ["desk@v1"], "values": {}}
+    report = {"usd_per_success_at_least": 0.125, "all_in": all_in, "index": index, "budget": {"usd": 9, "unspent_usd": 3.5}}
+    (run / "report.json").write_text(json.dumps(report))
+    out = cli("cost").out
+    assert re.search(r"per success +at least \$0\.1250", out)
+    assert "$40.00 of learning over 200 attempts (by the [worth])" in out
+    assert re.search(r"per million tokens +\$9\.00", out)
+    assert re.search(r"saturated, so retired +desk@v1", out)
+    assert re.search(r"unspent of the budget +\$3\.50", out)
 
 
 @pytest.mark.parametrize("alias", ["production", "staging"])

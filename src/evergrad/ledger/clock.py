@@ -23,6 +23,7 @@ import sqlalchemy as sa
 
 from evergrad.database import DatabaseError
 from evergrad.ledger._owners import this_process
+from evergrad.ledger.energy import EnergyMeter
 from evergrad.ledger.prices import EXACT, LedgerError
 from evergrad.ledger.store import UNATTRIBUTED, Ledger, append, reservations_table, reserved_quantity, utc_now
 from evergrad.types import CostEntry, strict_json
@@ -38,6 +39,12 @@ class Span:
     def __init__(self, phase: str, subject: str) -> None:
         self.phase, self.subject = phase, subject
         self._nanoseconds = 0
+        self._joules: dict[str, Decimal] = {}
+
+    def _use(self, nanoseconds: int, joules: Mapping[str, Decimal]) -> None:
+        self._nanoseconds += nanoseconds
+        for resource, amount in joules.items():
+            self._joules[resource] = EXACT.add(self._joules.get(resource, Decimal(0)), amount)
 
 
 class PhaseClock:
@@ -56,6 +63,8 @@ class PhaseClock:
         subject: What the time is spent on; :attr:`subject` may be set to another later.
         cores: CPU cores that are reserved; those this process may use by default.
         reserved: Reserved units by resource (``{"cpu_core_s": 16, "gpu_h100_s": 1}``); takes the place of ``cores``.
+        meter: Joules go to the phase that used them, where the ledger's book prices ``cpu_joule`` or ``gpu_joule``; what a
+            killed process had not put down yet is lost. No joules without it.
         heartbeat_s: Seconds between heartbeats of a thread; ``None`` for none.
         now_ns: A clock that never goes back, in nanoseconds.
     """
@@ -67,6 +76,7 @@ class PhaseClock:
         subject: str,
         cores: int | None = None,
         reserved: Mapping[str, Decimal | int] | None = None,
+        meter: EnergyMeter | None = None,
         heartbeat_s: float | None = 5.0,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -77,6 +87,9 @@ class PhaseClock:
                 f"cannot reserve {dict(units)}", where=subject, hint="give a positive number of units per resource"
             )
         self.reservation_id = f"{subject}-{secrets.token_hex(6)}"
+        self._meter = meter if meter is not None and meter.resources & ledger.price_book.prices.keys() else None
+        self.parents: tuple[str, ...] = ()
+        """What the subject builds on, such as the version that a cycle starts from; kept with each entry."""
         self._ledger, self._subject, self._now_ns, self._heartbeat_s = ledger, subject, now_ns, heartbeat_s
         self._lock = threading.RLock()
         self._stop = threading.Event()
@@ -114,6 +127,8 @@ class PhaseClock:
             with self._ledger.database.write() as connection:
                 connection.execute(reservations_table.insert().values(values))
             self._started_ns = self._seen_ns = self._now_ns()
+            if self._meter is not None:
+                self._meter.take()  # what was used before the machine was reserved is not ours
             self._used = self._running = True
         if self._heartbeat_s is not None:
             self._thread = threading.Thread(target=self._beat, name="ledger-heartbeat", daemon=True)
@@ -188,13 +203,13 @@ class PhaseClock:
     def spent_usd(self) -> Decimal | None:
         """Dollars in the whole ledger, and what this clock has seen and not yet put down; ``None`` when unpriced."""
         with self._lock:
-            pending_ns = 0
+            pending: list[Span] = []
             if self._running:
                 self._advance()
-                pending_ns = sum(span._nanoseconds for span in [*self._open, self._idle])
-            total = self._ledger.total_usd()
-            for resource, units in self._units.items():
-                usd = self._ledger.price_book.cost(resource, reserved_quantity(pending_ns, units))
+                pending = [*self._open, self._idle]
+            total, book = self._ledger.total_usd(), self._ledger.price_book
+            for entry in (entry for span in pending for entry in self._used_by(span)):
+                usd = book.cost(*entry)
                 total = None if total is None or usd is None else EXACT.add(total, usd)
             return total
 
@@ -203,7 +218,8 @@ class PhaseClock:
     def _advance(self) -> None:
         """Gives the time since the last call to whatever was going on."""
         now = max(self._now_ns(), self._seen_ns)
-        (self._open[-1] if self._open else self._idle)._nanoseconds += now - self._seen_ns
+        joules = self._meter.take() if self._meter is not None else {}
+        (self._open[-1] if self._open else self._idle)._use(now - self._seen_ns, joules)
         self._seen_ns = now
 
     def _leave(self, span: Span) -> None:
@@ -228,12 +244,11 @@ class PhaseClock:
             self._update_reservation(connection, charged_ns=charged_ns, closed=close)
         for span in spans:
             span._nanoseconds = 0
+            span._joules.clear()
 
     def _entries(self, span: Span) -> list[CostEntry]:
-        if span._nanoseconds == 0:
-            return []
         entries = []
-        for resource, units in self._units.items():
+        for resource, quantity in self._used_by(span):
             self._entry_number += 1
             entries.append(
                 self._ledger.make_entry(
@@ -241,10 +256,17 @@ class PhaseClock:
                     subject=span.subject,
                     phase=span.phase,
                     resource=resource,
-                    quantity=reserved_quantity(span._nanoseconds, units),
+                    quantity=quantity,
+                    metadata={"parents": list(self.parents)} if self.parents else None,
                 )
             )
         return entries
+
+    def _used_by(self, span: Span) -> list[tuple[str, Decimal]]:
+        """Resources and quantities that a span has used and not put down yet."""
+        used = {resource: reserved_quantity(span._nanoseconds, units) for resource, units in self._units.items()}
+        used |= {name: joules for name, joules in span._joules.items() if name in self._ledger.price_book.prices}
+        return [(resource, quantity) for resource, quantity in used.items() if quantity]
 
     def _update_reservation(self, connection: sa.Connection, *, charged_ns: int, closed: bool = False) -> None:
         table = reservations_table

@@ -12,10 +12,12 @@ from __future__ import annotations
 import csv
 import datetime
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 
 from evergrad.ledger.clock import IDLE
+from evergrad.ledger.prices import PriceBook
+from evergrad.ledger.store import in_view
 from evergrad.types import CostEntry, strict_json
 
 PROVIDER = "Evergrad"
@@ -25,6 +27,7 @@ _UNITS = (
     ("_gb_month", "GB-Months"),
     ("_gb", "GB"),
     ("_core_s", "Core-Seconds"),
+    ("_joule", "Joules"),
     ("_s", "Seconds"),
 )
 """Endings of resource names, and the unit that they are counted in."""
@@ -72,6 +75,7 @@ COLUMNS = (
     "Tags",
     "x_IdempotencyKey",
     "x_Idle",
+    "x_Parents",
     "x_Phase",
     "x_PriceBook",
     "x_Priced",
@@ -79,27 +83,29 @@ COLUMNS = (
 )
 
 
-def focus_csv(entries: Iterable[CostEntry], account: str) -> str:
+def focus_csv(entries: Iterable[CostEntry], account: str, books: Mapping[str, PriceBook]) -> str:
     """``entries`` as a FOCUS table in CSV, with a header; decimals keep every digit.
 
     Args:
         entries: Of one ledger, or of several.
         account: BillingAccountId of all rows, such as the run's name.
+        books: Price books by hash, for the list prices; an entry of another book is listed at what was billed.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS)  # ends lines as RFC 4180 has it; with "\n" it would leave a name's "\r" unquoted
     writer.writeheader()
-    writer.writerows(focus_rows(entries, account))
+    writer.writerows(focus_rows(entries, account, books))
     return text.getvalue()
 
 
-def focus_rows(entries: Iterable[CostEntry], account: str) -> Iterator[dict[str, str]]:
+def focus_rows(entries: Iterable[CostEntry], account: str, books: Mapping[str, PriceBook]) -> Iterator[dict[str, str]]:
     """One row per entry, by column name; empty where there is no value."""
     for entry in entries:
         hour = _time(entry.at).replace(minute=0, second=0, microsecond=0)
         month = hour.replace(day=1, hour=0)
         usd, unit_price, unit = _digits(entry.usd), _digits(entry.unit_price), _unit(entry.resource)
         category, service = _service(entry.resource)
+        listed = in_view([entry], books, "list")[0] if entry.price_book in books else entry
         yield dict.fromkeys(COLUMNS, "") | {
             "BilledCost": usd,
             "BillingAccountId": account,
@@ -119,8 +125,8 @@ def focus_rows(entries: Iterable[CostEntry], account: str) -> Iterator[dict[str,
             "ContractedUnitPrice": unit_price,
             "EffectiveCost": usd,
             "InvoiceIssuerName": PROVIDER,
-            "ListCost": usd,
-            "ListUnitPrice": unit_price,
+            "ListCost": _digits(listed.usd),
+            "ListUnitPrice": _digits(listed.unit_price),
             "PricingCategory": "Standard",
             "PricingQuantity": _digits(entry.quantity),
             "PricingUnit": unit,
@@ -134,6 +140,7 @@ def focus_rows(entries: Iterable[CostEntry], account: str) -> Iterator[dict[str,
             "Tags": strict_json({"phase": entry.phase, "subject": entry.subject}),
             "x_IdempotencyKey": entry.idempotency_key,
             "x_Idle": str(entry.phase == IDLE).lower(),
+            "x_Parents": strict_json(entry.metadata.get("parents", [])),
             "x_Phase": entry.phase,
             "x_PriceBook": entry.price_book,
             "x_Priced": str(entry.usd is not None).lower(),

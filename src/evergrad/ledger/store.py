@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from evergrad.database import Database
 from evergrad.ledger._owners import alive
-from evergrad.ledger.prices import EXACT, LedgerError, PriceBook
+from evergrad.ledger.prices import EXACT, LedgerError, PriceBook, View
 from evergrad.types import CostEntry, plain, strict_json
 
 SCHEMA_VERSION = 1
@@ -360,17 +360,31 @@ def cost_summary(entries: Iterable[CostEntry]) -> CostSummary:
     )
 
 
-def reprice(entries: Iterable[CostEntry], price_book: PriceBook) -> tuple[CostEntry, ...]:
+def reprice(entries: Iterable[CostEntry], price_book: PriceBook, view: View = "billed") -> tuple[CostEntry, ...]:
     """The same quantities at the prices of one book, so that costs of different days can be compared."""
+    return tuple(_priced(entry, price_book, view) for entry in entries)
+
+
+def in_view(entries: Iterable[CostEntry], books: Mapping[str, PriceBook], view: View) -> tuple[CostEntry, ...]:
+    """Each entry at another price of its own book: what it would cost at the list, or at the margin.
+
+    Args:
+        entries: As they were billed.
+        books: By hash, as :meth:`Ledger.price_books` gives them. An entry of a book that is not there has no price.
+        view: Which of the prices.
+    """
+    unknown = PriceBook(prices={})
     return tuple(
-        replace(
-            entry,
-            unit_price=price_book.unit_price(entry.resource),
-            usd=price_book.cost(entry.resource, entry.quantity),
-            price_book=price_book.hash,
-        )
+        _priced(entry, books[entry.price_book], view)
+        if entry.price_book in books
+        else replace(_priced(entry, unknown, view), price_book=entry.price_book)
         for entry in entries
     )
+
+
+def _priced(entry: CostEntry, book: PriceBook, view: View) -> CostEntry:
+    usd = book.cost(entry.resource, entry.quantity, view)
+    return replace(entry, unit_price=book.unit_price(entry.resource, view), usd=usd, price_book=book.hash)
 
 
 def append(connection: sa.Connection, entry: CostEntry, reservation_id: str | None = None) -> CostEntry:

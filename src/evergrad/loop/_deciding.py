@@ -1,7 +1,8 @@
 """DECIDE: whether this cycle trains at all.
 
 Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START, or WATCH where training would buy nothing:
-the suite is saturated, or its verifier was convicted by a gold audit and has not been repaired since.
+the suite is saturated, its verifier was convicted by a gold audit and has not been repaired since, or no way of getting better
+is worth its price.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from evergrad.evals import SATURATED_ABOVE, is_saturated
+from evergrad.ledger import NOTHING
+from evergrad.loop._choosing import choose, evidence, told
 from evergrad.loop._folder import Stage
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
@@ -21,6 +24,7 @@ URGENT = frozenset({"contract", "fall"})
 async def decide(session: Session) -> Decision:
     """The first stage of each cycle."""
     state, suite = session.state, session.suite(session.state.deployed)
+    state.arm = None
     why = session.distrust(state.deployed)
     if why is not None:
         text = f"no training on {suite}, whose rewards are not to be trusted: {why}"
@@ -37,7 +41,14 @@ async def decide(session: Session) -> Decision:
             f"{SATURATED_ABOVE:g}, so that no candidate could show a gain; it stays a guard"
         )
         return _told(session, Decision(Stage.WATCH, "retired", text, _evidence(session)))
-    return Decision(Stage.WARM_START, "train", state.trigger, _evidence(session))
+    if state.cycle == 1:
+        return Decision(Stage.WARM_START, "train", state.trigger, _evidence(session))
+    choice = choose(session.config, state, suite, session.spent_usd(), urgent=bool(urgent))
+    figures = {**_evidence(session), **evidence(choice)}
+    if choice.arm == NOTHING:
+        return _told(session, Decision(Stage.WATCH, NOTHING, told(choice), figures))
+    state.arm = choice.arm
+    return Decision(Stage.WARM_START, "train", f"{state.trigger}: {told(choice)}", figures)
 
 
 def last_score(session: Session, suite: str) -> dict[str, Any] | None:

@@ -58,10 +58,16 @@ class LoopState:
     """Groups of this cycle that have begun; the next one is planned from it."""
     rl_step: int = 0
     """RL steps of the whole run; names the rollout files."""
+    slices: dict[str, list[float]] = field(default_factory=dict)
+    """Slice to discounted successes, failures and tokens of this cycle's rollouts; for ``rl.tasks = "informative"``."""
+    slices_taken: dict[str, int] = field(default_factory=dict)
+    """Slice to groups of this cycle that took a task of it."""
     policy_version: int = 0
     incumbent: str | None = None
     """What ``production`` served when this cycle's candidate was measured."""
     trigger: str = "first start"
+    arm: str | None = None
+    """Which of the configured ways this cycle tries; ``None`` for the first cycle, and for trials."""
     trigger_kinds: list[str] = field(default_factory=list)
     """By name, what set this cycle off."""
     deployed: dict[str, Any] = field(default_factory=dict)

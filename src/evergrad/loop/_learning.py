@@ -30,8 +30,10 @@ from evergrad.loop._folder import Stage
 from evergrad.loop._gold_audit import audited_figures, audits_training, distrusted_by_training, keep_audited
 from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
+from evergrad.loop._prompting import TaskChoice
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop._spending import Stop, no_longer_pays
 from evergrad.loop.decisions import Decision
 from evergrad.rollouts import (
     ESTIMATORS,
@@ -104,6 +106,9 @@ async def learn(session: Session) -> Decision:
     if state.step == 0:
         await session.reset_trainer(session.version_id("sft"))
     await session.start_teacher()
+    informative = rl.tasks == "informative"
+    slices = session.training_slices(state.deployed) if informative else {}
+    session.task_choice = TaskChoice(state, slices, session.config.seed) if informative else None
     buffer = Buffer(
         max_off_policy_steps=rl.max_off_policy_steps,
         groups_per_batch=rl.groups_per_step,
@@ -117,11 +122,13 @@ async def learn(session: Session) -> Decision:
     )
     rolling = asyncio.create_task(_roll(session, buffer), name="rollouts")
     stopped: str | None = None
+    unpaid: Stop | None = None
     try:
         with session.console.stage(f"cycle {state.cycle}: RL", rl.steps, state.step):
             while state.step < rl.steps and not _good_enough(session):
                 session.safe_point()
-                stopped = session.out_of_budget() or distrusted_by_training(session)
+                unpaid = await no_longer_pays(session)
+                stopped = session.out_of_budget() or distrusted_by_training(session) or (unpaid.why if unpaid else None)
                 if stopped:
                     break
                 await _step(session, buffer)
@@ -132,16 +139,16 @@ async def learn(session: Session) -> Decision:
         await asyncio.gather(rolling, return_exceptions=True)
     if stopped:
         session.event(f"RL stops after {state.step} steps: {stopped}")
-    return _learned(session, stopped)
+    return _learned(session, stopped, unpaid.evidence if unpaid else {})
 
 
-def _learned(session: Session, stopped: str | None) -> Decision:
+def _learned(session: Session, stopped: str | None, numbers: Mapping[str, Any]) -> Decision:
     rewards = [step["reward"] for step in session.state.steps if (step["kind"], step["cycle"]) == ("rl", session.state.cycle)]
     goal = session.recipe.rl.stop_at_reward
     ended = stopped or (f"the reward has reached {goal:g}" if _good_enough(session) else "all steps are done")
     evidence = {"steps": len(rewards), "reward_first": rewards[0], "reward_last": rewards[-1]} if rewards else {"steps": 0}
     text = f"RL ended after {len(rewards)} steps: {ended}"
-    return Decision(Stage.MEASURE, "stopped" if stopped else "learned", text, evidence)
+    return Decision(Stage.MEASURE, "stopped" if stopped else "learned", text, {**evidence, **numbers})
 
 
 async def _step(session: Session, buffer: Buffer) -> None:
@@ -156,6 +163,8 @@ async def _step(session: Session, buffer: Buffer) -> None:
     metrics = await session.train(batch, rl.loss, rl.lr_at(state.step), rl.updates)
     trained = time.monotonic()
     receipt = await session.publish()
+    if session.task_choice is not None:
+        session.task_choice.end_step()
     await buffer.advance(state.policy_version)
     # What waits in the buffer now is in the files of steps that are complete: no await before the file of this one is.
     left = buffer.state()
@@ -169,6 +178,7 @@ async def _step(session: Session, buffer: Buffer) -> None:
             **batch.metrics,
             **metrics,
             **audited_figures(session),
+            **(session.task_choice.figures(rl.group_size) if session.task_choice is not None else {}),
             "rollout_s": rolled - started,
             "train_s": trained - rolled,
             "sync_s": time.monotonic() - trained,
@@ -265,7 +275,10 @@ def _plan(session: Session, number: int) -> tuple[str, Task, Mapping[str, Any]]:
         settings, position = known[replayed % len(known)], replayed // len(known)
     else:
         settings, position = state.deployed, number - replayed
-    task = session.training_task(settings, position)
+    if session.task_choice is not None and settings is state.deployed:
+        task = session.task_choice.task(number)
+    else:
+        task = session.training_task(settings, position)
     return f"c{state.cycle}-g{number}", task, settings
 
 
@@ -288,6 +301,8 @@ async def _run_one(
             audit=audits_training(session, settings),
         )
         keep_audited(session, group)
+        if session.task_choice is not None:
+            session.task_choice.see(int(group_id.rpartition("-g")[2]), group)
         for rollout in group.rollouts:
             session.writer.write(session.state.rl_step, rollout)
         if rl.distill is not None and rl.distill.hint:

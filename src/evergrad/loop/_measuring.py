@@ -215,6 +215,7 @@ def _record_cycle(
         {
             "cycle": state.cycle,
             "trigger": state.trigger,
+            "arm": state.arm,
             "suite": suite,
             "score_before": before[suite].mean,
             "score_after": after[suite].mean,

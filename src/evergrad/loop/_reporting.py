@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Any
 
-from evergrad.envs import Taskset
-from evergrad.evals import GIVEN_UP
-from evergrad.ledger import (
-    Ledger,
-    Point,
-    cost_per_million_tokens,
-    cost_per_success,
-    intelligence_per_dollar,
-    pareto_front,
-)
+from evergrad.evals import GIVEN_UP, error_reduction
+from evergrad.ledger import Ledger, Point, pareto_front
 from evergrad.loop._folder import LoopState, RunFolder
-from evergrad.loop._scores import PER_TASK, row_of, speaking_row
+from evergrad.loop._scores import PER_TASK, row_of
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop._spending import budget_left
+from evergrad.loop._unit_costs import deployed_suite, unit_costs, version_index
 from evergrad.loop.config import RunConfig
 from evergrad.loop.report import write_report
 from evergrad.registry import Registry
@@ -46,7 +39,7 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
             "model": config.model,
             "seed": config.seed,
             "wall_s": wall_s,
-            "cycles": state.cycles,
+            "cycles": [_with_error_reduction(cycle) for cycle in state.cycles],
             "steps": [step for step in state.steps if step["kind"] == "rl"],
             "timeline": state.timeline,
             "decisions": state.decisions,
@@ -59,38 +52,16 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
                 "entries": summary.entries,
                 "coverage": summary.coverage,
             },
-            **_prices(config, state, registry),
-            "serving": _serving(state, registry.resolve(PRODUCTION), _deployed_suite(config, state)),
+            "budget": {
+                "usd": config.budget.usd,
+                "unspent_usd": budget_left(config, None if summary.usd is None else float(summary.usd)),
+            },
+            **unit_costs(config, state, registry, summary),
+            "serving": _serving(state, registry.resolve(PRODUCTION), deployed_suite(config, state)),
             "frontier": _frontier(config, state),
+            "index": version_index(config, state, registry.resolve(PRODUCTION)),
         },
     )
-
-
-def _prices(config: RunConfig, state: LoopState, registry: Registry) -> dict[str, Any]:
-    """Running cost of the served version, from its evaluation on what it serves; training is in ``cost``.
-
-    Definitions: cost per million tokens and per success count failures in the numerator; intelligence per dollar is mean score
-    over mean cost of an attempt, with the interval of a ratio of paired means.
-    """
-    served = registry.resolve(PRODUCTION)
-    row = None
-    if served is not None:
-        row = speaking_row(state, registry.get(served), _deployed_suite(config, state))
-    if row is None or not row["task_usd"]:
-        return {
-            "usd_per_million_tokens": None,
-            "usd_per_success": None,
-            "intelligence_per_dollar": {"value": None, "ci95": None},
-        }
-    worth = intelligence_per_dollar(row["task_scores"], row["task_usd"])
-    usd = Decimal(repr(sum(row["task_usd"])))
-    successes = sum(score >= 1.0 for score in row["task_scores"])
-    return {
-        "usd_per_million_tokens": cost_per_million_tokens(usd, tokens=row["tokens"]),
-        "usd_per_success": cost_per_success(usd, successes=successes, attempts=len(row["task_scores"])).value,
-        "intelligence_per_dollar": {"value": worth.value, "ci95": worth.ci95},
-        "priced_on": {"version_id": row["version_id"], "suite": row["suite"], "n": row["n"]},
-    }
 
 
 def _serving(state: LoopState, served: str | None, suite: str) -> dict[str, Any] | None:
@@ -107,7 +78,7 @@ def _serving(state: LoopState, served: str | None, suite: str) -> dict[str, Any]
 
 def _frontier(config: RunConfig, state: LoopState) -> list[dict[str, Any]]:
     """Score against cost per success of all versions measured on the whole deployed suite, and who is dominated by whom."""
-    suite = _deployed_suite(config, state)
+    suite = deployed_suite(config, state)
     names = dict.fromkeys(row["version_id"] for row in state.scores if row["suite"] == suite and "suite_hash" in row)
     found = (row_of(state, name, suite) for name in names)
     rows = [row for row in found if row is not None and GIVEN_UP not in row["outcomes"]]
@@ -125,8 +96,8 @@ def _frontier(config: RunConfig, state: LoopState) -> list[dict[str, Any]]:
     ]
 
 
-def _deployed_suite(config: RunConfig, state: LoopState) -> str:
-    return Taskset(config.environment.name, state.deployed).suite
+def _with_error_reduction(cycle: dict[str, Any]) -> dict[str, Any]:
+    return {**cycle, "error_reduction": error_reduction(cycle["score_before"], cycle["score_after"])}
 
 
 def _versions(registry: Registry) -> list[dict[str, Any]]:

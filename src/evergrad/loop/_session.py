@@ -19,11 +19,12 @@ from typing import Any
 
 from evergrad.envs import Taskset
 from evergrad.inference import EngineConfig, InferenceClient
-from evergrad.ledger import Ledger, PhaseClock, PriceBook
+from evergrad.ledger import EnergyMeter, Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._engines import EngineMaker
 from evergrad.loop._folder import WAITING, LoopState, RunFolder, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
+from evergrad.loop._prompting import TaskChoice
 from evergrad.loop._replicas import Restarts, RolloutEngines
 from evergrad.loop._scores import reward_interval
 from evergrad.loop._serving import PRODUCTION, Serving
@@ -63,6 +64,8 @@ class Session:
         self._tasksets: dict[str, Taskset] = {}
         self._tasks: dict[str, Sequence[Task]] = {}
         self._exit = contextlib.AsyncExitStack()
+        self.task_choice: TaskChoice | None = None
+        """Of the phase that is under way, where it draws its tasks by what they teach."""
         self.registry: Registry
         self.ledger: Ledger
         self.clock: PhaseClock
@@ -81,7 +84,9 @@ class Session:
             book = PriceBook.load(Path(self.config.price_book) if self.config.price_book else None)
             self.registry = self._exit.enter_context(Registry(path / "registry.sqlite"))
             self.ledger = self._exit.enter_context(Ledger(path / "ledger.sqlite", book))
-            self.clock = self._exit.enter_context(PhaseClock(self.ledger, cores=self.cores, subject=self.config.name))
+            self.clock = self._exit.enter_context(
+                PhaseClock(self.ledger, cores=self.cores, subject=self.config.name, meter=EnergyMeter())
+            )
             with self.clock.phase("setup"):
                 model = await self._model_folder()
                 await self._exit.enter_async_context(self.placement)
@@ -113,7 +118,7 @@ class Session:
 
     @property
     def recipe(self) -> RecipeConfig:
-        return self.config.recipe(self.state.cycle)
+        return self.config.recipe(self.state.cycle, self.state.arm)
 
     def wall_s(self) -> float:
         """Seconds of the whole run, resumed parts included."""
@@ -236,6 +241,14 @@ class Session:
                 raise EvergradError(f"environment '{taskset.name}' has no training tasks", where=self.suite(settings))
         tasks = self._tasks[key]
         return tasks[position % len(tasks)]
+
+    def training_slices(self, settings: Mapping[str, Any]) -> dict[str, list[Task]]:
+        """All tasks of this cycle under ``settings``, by slice; each slice in its order."""
+        self.training_task(settings, 0)
+        by_slice: dict[str, list[Task]] = {}
+        for task in self._tasks[repr((self.state.cycle, sorted(settings.items())))]:
+            by_slice.setdefault(str(task.metadata.get("slice", "")), []).append(task)
+        return by_slice
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._playing import play
 from evergrad.loop._scores import keep_row, live_row, speaking_row
 from evergrad.loop._session import Session
+from evergrad.loop._spending import unspent
 from evergrad.loop.decisions import Decision
 from evergrad.loop.pausing import Paused, request_pause
 from evergrad.loop.quarantine import quarantine_older
@@ -138,6 +139,6 @@ def _next_cycle(session: Session, triggers: Mapping[str, str]) -> Decision:
     evidence = {"fired": list(triggers), "triggers": dict(triggers), "live": live[-1] if live else None}
     spent = session.out_of_budget() or ("all cycles are done" if state.cycle >= session.config.budget.cycles else None)
     if spent:
-        session.event(f"the run ends: {spent}")
+        session.event(f"the run ends: {spent}{unspent(session.config, session.spent_usd())}")
         return Decision(Stage.DONE, "ended", spent, evidence)
     return Decision(Stage.DECIDE, "next cycle", "; ".join(triggers.values()), evidence)

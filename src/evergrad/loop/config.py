@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from evergrad.config import Config, found_model, found_path, nearest
 from evergrad.evals import AuditConfig, CanaryConfig, GateConfig
 from evergrad.inference.backends import BackendConfig, require_servable
+from evergrad.ledger import NOTHING
 from evergrad.loop.distill import DistillConfig
 from evergrad.loop.triggers import WatchConfig
 from evergrad.rollouts import ESTIMATORS, GaeConfig, OverlongConfig
@@ -55,6 +56,9 @@ class BudgetConfig(Config):
     """US dollars over the whole run, resumed parts included."""
     minutes: float | None = Field(None, gt=0)
     """Wall minutes over the whole run, resumed parts included."""
+    hurdle: float = Field(0.0, ge=0)
+    """With a ``[worth]``: reinforcement learning stops when the lower bound of what the next dollar brings in falls below
+    ``1 + hurdle`` dollars. 0.2 asks for a return of a fifth."""
 
     def spent(self, usd: float | None, wall_s: float) -> str | None:
         """Which budget of money or time is spent, or cannot be kept any more; ``None`` while there is some of both."""
@@ -88,6 +92,8 @@ class RLConfig(Config):
     steps: int = Field(11, ge=0)
     groups_per_step: int = Field(8, ge=1)
     group_size: int = Field(8, ge=1)
+    tasks: Literal["in_order", "informative"] = "in_order"
+    """``informative``: slices of tasks whose rewards differ most per token give more groups, by what the last steps showed."""
     replace_groups: int = Field(0, ge=0)
     """Groups a step whose rewards are all equal, and which others replace before they are taken as they are: no gradient comes
     from them, and Adam makes a step of full length out of the few that are left (dynamic sampling, arXiv 2503.14476)."""
@@ -240,11 +246,20 @@ class TrialConfig(RecipeConfig):
     cycle: int = Field(ge=1)
 
 
+class ArmConfig(RecipeConfig):
+    """One way of getting better, which competes with the others for the money of each later cycle."""
+
+    name: str = Field(min_length=1)
+    """Such as ``rl`` or ``demonstrations``; ``nothing`` always takes part, and needs no line."""
+
+
 class EvalConfig(Config):
     """How versions are measured: greedily, on the gate split, one try a task."""
 
     n: int = Field(96, ge=1)
     """Tasks per suite."""
+    chance: float = Field(0.0, ge=0, lt=1)
+    """What a guess scores: 0 on the scale by which suites are compared. 0.25 where there are four choices."""
     concurrency: int = Field(64, ge=1)
 
 
@@ -265,6 +280,11 @@ class WorthConfig(Config):
     """US dollars that one success earns or saves."""
     attempts: float = Field(gt=0)
     """Attempts that a version serves until the next one takes its place."""
+
+    @property
+    def usd_per_score(self) -> float:
+        """Dollars that a mean score higher by 1 is worth over the life of a version."""
+        return self.usd_per_success * self.attempts
 
 
 class TrafficConfig(Config):
@@ -341,6 +361,8 @@ class RunConfig(Config):
     """The first cycle."""
     adapt: RecipeConfig | None = None
     """Later cycles; the same as ``learn`` when absent."""
+    arms: list[ArmConfig] = Field(default_factory=list)
+    """In the place of ``adapt``: each later cycle takes the one with the best prospect of gain per dollar, or does nothing."""
     trials: list[TrialConfig] = Field(default_factory=list)
     """Recipes of single cycles, in the place of ``learn`` or ``adapt``."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -360,7 +382,8 @@ class RunConfig(Config):
     sinks: list[SinkConfig] = Field(default_factory=list)
     """Where the figures of each step go besides ``metrics.jsonl``."""
     worth: WorthConfig | None = None
-    """What a success is worth; without it, certificates know only what lower cost pays back."""
+    """What a success is worth; without it, certificates know only what lower cost pays back, and no training is stopped because
+    it no longer pays."""
     price_book: str | None = None
     """Path of a TOML price book; the built-in one by default."""
 
@@ -390,6 +413,13 @@ class RunConfig(Config):
             )
         if self.critic is not None and not asks:
             raise ValueError("no stage would ask the critic; set rl.advantage = 'generalized', or leave [critic] out")
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) < len(names) or NOTHING in names:
+            raise ValueError(
+                f"arms are {', '.join(names)}; give each a name of its own, and leave '{NOTHING}' out: it always takes part"
+            )
+        if self.arms and self.adapt is not None:
+            raise ValueError("arms take the place of adapt; make it one of them, or leave it out")
         twice = [cycle for cycle, count in Counter(each.cycle for each in self.trials).items() if count > 1]
         if twice:
             raise ValueError(f"trials has two recipes for cycle {twice[0]}; leave one of them")
@@ -408,7 +438,12 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _teachers_are_there(self) -> RunConfig:
-        for recipe, first in ((self.learn, True), (self.adapt, False), *((trial, trial.cycle == 1) for trial in self.trials)):
+        for recipe, first in (
+            (self.learn, True),
+            (self.adapt, False),
+            *((arm, False) for arm in self.arms),
+            *((trial, trial.cycle == 1) for trial in self.trials),
+        ):
             distill = None if recipe is None or not recipe.rl.steps else recipe.rl.distill
             if distill is None:
                 continue
@@ -439,13 +474,19 @@ class RunConfig(Config):
     @property
     def recipes(self) -> list[RecipeConfig]:
         """All that a cycle may follow: that of the first, of later ones, and of single ones."""
-        return [self.learn, self.adapt or self.learn, *self.trials]
+        return [self.learn, self.adapt or self.learn, *self.arms, *self.trials]
 
     def is_trial(self, cycle: int) -> bool:
         """Whether a cycle has a recipe of its own."""
         return any(each.cycle == cycle for each in self.trials)
 
-    def recipe(self, cycle: int) -> RecipeConfig:
-        """The recipe of a cycle, counted from 1."""
+    @property
+    def arm_names(self) -> list[str]:
+        """What a later cycle can try; the one recipe there is, where no arms are named."""
+        return [arm.name for arm in self.arms] or ["adapt"]
+
+    def recipe(self, cycle: int, arm: str | None = None) -> RecipeConfig:
+        """The recipe of a cycle, counted from 1, that tries ``arm``."""
         trial = next((each for each in self.trials if each.cycle == cycle), None)
-        return trial or (self.learn if cycle == 1 or self.adapt is None else self.adapt)
+        chosen = next((each for each in self.arms if each.name == arm), None)
+        return trial or chosen or (self.learn if cycle == 1 or self.adapt is None else self.adapt)

@@ -229,6 +229,8 @@ def _announcement(session: Session) -> str:
 def _begin_cycle(session: Session, state: LoopState) -> None:
     session.clock.subject = f"cycle-{state.cycle}"
     notice_changed_environments(session)
+    serves = session.registry.resolve(PRODUCTION)
+    session.clock.parents = () if serves is None else (serves,)
     if state.cycle_started.get("cycle") == state.cycle:
         return
     usd = session.spent_usd()

@@ -65,4 +65,5 @@ def begin_next_cycle(state: LoopState, trigger: str, kinds: tuple[str, ...] = ("
         kinds: The triggers that fired, by name.
     """
     state.cycle, state.trigger, state.trigger_kinds = state.cycle + 1, trigger, list(kinds)
+    state.slices, state.slices_taken = {}, {}
     state.group, state.watch_checks, state.new_failures, state.audited = 0, 0, 0, []

@@ -10,12 +10,23 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``trigger``, ``suite``, ``score_before``, ``score_after``, ``ci95`` (of the paired difference), ``n`` (pairs), ``verdict``
     (``promoted`` or ``refused``; with a canary ``passed``, and when that has ended ``promoted`` or ``rolled back``),
     ``reasons``, ``usd`` (of this cycle until then), ``other_suites`` (name → ``{before, after}``: what must not be forgotten),
-    ``candidate``, ``incumbent``, ``evidence``, ``release`` (how the canary ended: ``share``, ``actor``, ``reason``,
+    ``arm`` (which way of getting better it tried), ``error_reduction`` (share of the errors that are gone), ``candidate``,
+    ``incumbent``, ``evidence``, ``release`` (how the canary ended: ``share``, ``actor``, ``reason``,
     ``evidence``).
 ``cost``
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
+``budget``
+    ``usd`` and ``unspent_usd``; both ``null`` without a budget in dollars.
 ``usd_per_million_tokens``, ``usd_per_success``, ``intelligence_per_dollar {value, ci95}``
     As the ledger defines them, for the version that serves, from its evaluation that ``priced_on`` names.
+``usd_per_success_at_least``
+    Without a success: what one costs at least, with 95% confidence.
+``all_in``
+    The same three with all that was spent on learning, refused candidates too, spread over ``attempts``: those that the
+    ``[worth]`` gives to every version that has served, or those served so far (``basis``). ``null`` while there are none.
+``index``
+    ``version`` (a hash: only equal ones can be compared), ``suites``, ``retired`` (saturated: they tell nothing apart),
+    ``values`` (version id to normalized mean).
 ``serving``
     What production scores on the deployed suite now: ``version_id``, ``suite``, ``score`` (the mean), ``n``, ``live`` (whether
     of live traffic, where it was never evaluated on this suite); ``null`` while nothing serves or was measured.

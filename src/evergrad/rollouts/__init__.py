@@ -32,6 +32,7 @@ from evergrad.rollouts.advantages import (
     estimate_turns,
     generalized_advantages,
 )
+from evergrad.rollouts.selection import SliceRecord, draw_slice, informative_group_probability, neyman_shares
 
 __all__ = [
     "ESTIMATORS",
@@ -50,6 +51,7 @@ __all__ = [
     "RendererError",
     "RolloutWriter",
     "Sessions",
+    "SliceRecord",
     "Ticket",
     "appraise",
     "assign_advantages",
@@ -58,13 +60,16 @@ __all__ = [
     "cut_samples",
     "demonstrate",
     "derive_seed",
+    "draw_slice",
     "estimate",
     "estimate_turns",
     "extends",
     "for_teacher",
     "generalized_advantages",
     "greedy_rollout",
+    "informative_group_probability",
     "keep_filled",
+    "neyman_shares",
     "read_buffer_state",
     "read_rollouts",
     "rollout_json",

@@ -45,6 +45,7 @@ def _overrides(what: str, example: str) -> Any:
 
 
 Overrides = Annotated[list[str] | None, _overrides("a key", "--set learn.rl.steps=20")]
+PlanOverrides = Annotated[list[str] | None, _overrides("a key", "--set worth.usd_per_success=0.10")]
 TrainOverrides = Annotated[list[str] | None, _overrides("a key", "--set schedule.lr=1e-4")]
 Settings = Annotated[list[str] | None, _overrides("a setting of the environment", "--set contract=v2")]
 RunDir = Annotated[
@@ -217,6 +218,14 @@ def serve(
 # ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class CostView(StrEnum):
+    """Which of a book's prices."""
+
+    BILLED = "billed"
+    LIST = "list"
+    MARGINAL = "marginal"
+
+
 class Overlong(StrEnum):
     """What becomes of a row above the limit."""
 
@@ -362,13 +371,44 @@ def cost(
         Path | None,
         typer.Option("--price-book", metavar="FILE", help="Show it at the prices of another book (TOML).", show_default=False),
     ] = None,
+    view: Annotated[
+        CostView, typer.Option("--view", help="What is billed, the list price, or what more of it would cost.")
+    ] = CostView.BILLED,
+    invoice: Annotated[
+        str | None,
+        typer.Option("--invoice", metavar="USD", help="Put the ledger beside what was invoiced.", show_default=False),
+    ] = None,
+    others: Annotated[
+        Path | None,
+        typer.Option("--others", metavar="FILE", help="Place other models (TOML) among the versions.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run has cost by phase, per million tokens and per success, and which version is dominated by which."""
     from evergrad.service._costs import show_costs
     from evergrad.service._runs import LEDGER, REGISTRY, find_run
 
-    show_costs(find_run(run, holds=(REGISTRY, LEDGER)), focus=focus, price_book=price_book, as_json=as_json)
+    folder = find_run(run, holds=(REGISTRY, LEDGER))
+    show_costs(folder, focus=focus, price_book=price_book, view=view.value, invoice=invoice, others=others, as_json=as_json)
+
+
+@app.command()
+def plan(
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="USD", min=1e-9, help="Dollars for one more cycle.", show_default=False)
+    ],
+    run: RunFolder = None,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="For tasks that are yet to be learned; else the curve goes on where it ended.")
+    ] = False,
+    set_: PlanOverrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a budget buys: steps, expected gain with its interval, break-even, and how much of it pays."""
+    from evergrad.service._planning import show_plan
+    from evergrad.service._runs import find_run
+
+    show_plan(find_run(run), budget, anew=anew, overrides=set_ or [], as_json=as_json)
 
 
 @app.command()
