@@ -13,8 +13,6 @@ from evergrad.inference.config import EngineError, EngineUnavailable
 UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading an answer raises that is not as it should be."""
 CONNECT_S = 10.0
-_IDLE_S = 30.0
-"""For which a connection is kept; less than the server does, which would otherwise close it under a request."""
 
 
 class JsonHttp:
@@ -23,11 +21,12 @@ class JsonHttp:
     Args:
         token: Sent as a bearer with every request.
         timeout_s: Of one call, queueing included.
+        idle_s: For which a connection is kept; less than the server does, which would otherwise close it under a request.
     """
 
-    def __init__(self, base_url: str, token: str | None = None, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, base_url: str, token: str | None = None, *, timeout_s: float = 600.0, idle_s: float = 30.0) -> None:
         self.base_url = base_url.rstrip("/")
-        self.timeout_s = timeout_s
+        self.timeout_s, self._idle_s = timeout_s, idle_s
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: ClientSession | None = None
 
@@ -38,7 +37,7 @@ class JsonHttp:
             self._session = ClientSession(
                 headers=self._headers,
                 # As many connections as rollouts: a session that waits for a connection would hold up all others.
-                connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                connector=TCPConnector(limit=0, keepalive_timeout=self._idle_s),
                 trust_env=False,  # an engine is ours: a proxy of the environment has no business between us and it
                 read_bufsize=2**20,
             )

@@ -37,6 +37,8 @@ Route = Literal["slots", "reload", "adapter"]
 whole, or as a LoRA adapter that it loads beside the others."""
 
 MODEL_TIMEOUT_S = 600.0
+_IDLE_S = 3.0
+"""How long a connection is kept; both servers keep one for five seconds."""
 _CHECK_TEMPERATURE = 0.5
 _CHECK_TOKENS = 8
 _SAME = 1e-4
@@ -68,7 +70,7 @@ class ForeignClient(ABC):
         token: str | None = None,
         timeout_s: float = MODEL_TIMEOUT_S,
     ) -> None:
-        self._http = JsonHttp(base_url, token, timeout_s=timeout_s)
+        self._http = JsonHttp(base_url, token, timeout_s=timeout_s, idle_s=_IDLE_S)
         self.base_url = self._http.base_url
         self.model, self.route, self._scratch = model, route, scratch
         self.policy_version = 0
