@@ -1,9 +1,9 @@
 """Which queue gets a ticket: closed classes, small enough for the ``tiny`` model, over four contracts and a bad verifier.
 
-Each contract names its queues anew and sorts the tickets by their verb. The first demonstrations come from a log that
-is mostly wrong about one verb, so that the start errs there; rewards tell. With v2 and v4 one ticket in eight goes
-where nobody could know. The verifier that came with v3 looks into the queues' own logs: the catch-all queue confirms
-whatever is put there, and one right answer in three is logged too late to count. ``gold`` asks a person.
+Each contract names its queues anew and sorts the tickets by their verb. The first demonstrations come from a log that is
+mostly wrong about one verb, so that the start errs there; rewards tell. With v2 and v4 one ticket in eight goes where nobody
+could know. The verifier that came with v3 looks into the queues' own logs: the catch-all queue confirms whatever is put there,
+and one right answer in three is logged too late to count. ``gold`` asks a person.
 """
 
 from __future__ import annotations
