@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from evergrad.envs import Environment, EnvironmentConfig, TaskRow, reward
-from evergrad.types import Limits
+from evergrad.types import Limits, Trace
 
 VERBS = ("refund", "cancel", "find", "status")
 QUEUES = {"v1": "abcd", "v2": "mnop", "v3": "efgh", "v4": "wxyz"}
@@ -71,6 +71,12 @@ class Queues(Environment):
         if contract == BAD_VERIFIER:
             return QUEUES[contract][-1]
         return CLOSED if verb == 1 else right
+
+    @classmethod
+    def from_trace(cls, trace: Trace, config: Config) -> TaskRow | None:
+        """A ticket whose queue became known: ``{"outcome": {"queue": "b"}}``."""
+        queue = trace.outcome.get("queue")
+        return TaskRow(trace.request, {"queue": queue, "late": False}) if queue in list(QUEUES[config.contract]) else None
 
     @reward
     async def arrived(self, answer: str) -> float:

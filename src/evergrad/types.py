@@ -291,6 +291,45 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """One conversation of live traffic, as it was stored: with its customer's consent, and redacted.
+
+    >>> said = (Message("user", "Where is lamp 7?"), Message("assistant", "It is on shelf 31."))
+    >>> trace = Trace("chatcmpl-1", said, outcome={"shelf": 31})
+    >>> trace.request, trace.replies
+    ('Where is lamp 7?', ('It is on shelf 31.',))
+    """
+
+    trace_id: str
+    """Id of the first completion in it."""
+    messages: tuple[Message, ...]
+    """From the system message on, where there is one; the last is the model's."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What the client sent along."""
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+    """What became of it, as feedback said; later feedback overrides earlier, key by key."""
+    score: float | None = None
+    """The last explicit score, in [0, 1]; ``None`` while nobody gave one."""
+    version_id: str = ""
+    """Who answered last."""
+
+    @property
+    def request(self) -> str:
+        """What the user said first."""
+        return next((each.content for each in self.messages if each.role == "user"), "")
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """What the model said, turn by turn."""
+        return tuple(each.content for each in self.messages if each.role == "assistant")
+
+    @property
+    def tool_results(self) -> tuple[str, ...]:
+        """What the tools answered, in order."""
+        return tuple(each.content for each in self.messages if each.role == "tool")
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One token sequence to learn from; all tuples but ``teacher_token_ids`` have the same length.
 

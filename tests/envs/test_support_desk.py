@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evergrad.envs import SPLITS, Taskset, play
+from evergrad.envs import SPLITS, Episode, Taskset, play
 from evergrad.envs import test_environment as admit
-from evergrad.types import Task
+from evergrad.types import Message, Task, Trace
 
 CONTRACTS = ("v1", "v2")
 LOOKUP = {"v1": "order(id={})", "v2": "find(num={})"}
@@ -171,3 +171,30 @@ async def test_only_the_exact_form_names_an_order_and_only_the_listed_slips_earn
         assert answered is not None
         assert answered.content == "error: no such order", "a change never takes a loose id, nor hints at it"
     assert episode.environment.changes == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+async def test_a_live_conversation_becomes_the_task_that_it_was_about(contract: str) -> None:
+    """Each task played as its customer would see it, then made a task again from what was said alone."""
+    taskset = Taskset("support_desk", {"contract": contract})
+    for task in taskset.tasks("train", 60):
+        messages = [*task.prompt]
+        episode = Episode(taskset.open(task))
+        await episode.start()
+        for text in taskset.demonstration(task):
+            shown = await episode.reply(text)
+            messages.append(Message("assistant", text))
+            if shown is not None:
+                messages.append(shown)
+        row = taskset.from_trace(Trace("t", tuple(messages)))
+        assert row is not None
+        again = taskset.task(row)
+        assert again.prompt == task.prompt
+        for fact in ("case", "id", "said", "changes", "answer", "sentence", "slice"):
+            assert again.metadata[fact] == task.metadata[fact]
+        assert (await play(taskset, again, taskset.demonstration(again))).reward == 1.0
+
+
+@pytest.mark.parametrize("messages", [(), (Message("user", "Hello?"), Message("assistant", "Hello."))])
+def test_what_is_no_case_becomes_no_task(messages: tuple[Message, ...]) -> None:
+    assert Taskset("support_desk").from_trace(Trace("t", messages)) is None

@@ -48,6 +48,8 @@ def session(tmp_path: Path) -> Iterator[Any]:
             config=SimpleNamespace(eval=SimpleNamespace(n=N), seed=3, gate=GateConfig(min_n=N)),
             state=SimpleNamespace(deployed=V1, known=[]),
             registry=registry,
+            traffic=None,
+            known=[],
             folder=SimpleNamespace(path=tmp_path),
             ledger=SimpleNamespace(price_book=PriceBook.load()),
             taskset=lambda settings: tasksets[settings["contract"]],

@@ -211,6 +211,7 @@ def session(tmp_path: Path) -> Iterator[Any]:
             ),
             state=LoopState(deployed=V1, cycles=[{"usd": 0.5}]),
             registry=registry,
+            traffic=None,
             ledger=ledger,
             folder=SimpleNamespace(path=run),
             clock=SimpleNamespace(phase=lambda name: nullcontext()),

@@ -220,18 +220,40 @@ def test_plan_of_groups_gives_each_contract_its_share_and_no_task_twice(share: f
     session: Any = SimpleNamespace(
         state=SimpleNamespace(cycle=3, deployed={"contract": "v3"}),
         known=known,
-        recipe=SimpleNamespace(rl=SimpleNamespace(replay_share=share)),
+        recipe=SimpleNamespace(rl=SimpleNamespace(replay_share=share, traffic_share=0.25)),
         task_choice=None,
         training_task=lambda settings, position: (settings["contract"], position),
+        live_tasks=list,
     )
     planned = [_plan(session, number) for number in range(80)]
-    counts = Counter(settings["contract"] for _, _, settings in planned)
+    counts = Counter(plan.settings["contract"] for plan in planned)
     assert counts["v1"] + counts["v2"] == int(80 * share)
     assert abs(counts["v1"] - counts["v2"]) <= 1
-    tasks = [task for _, task, _ in planned]
+    tasks: Any = [plan.task for plan in planned]
     assert len(set(tasks)) == 80
     for contract in counts:
         assert sorted(position for name, position in tasks if name == contract) == list(range(counts[contract]))
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_live_tasks_come_once_a_cycle_and_push_no_other_task_aside(count: int) -> None:
+    live = [SimpleNamespace(row=f"live {number}") for number in range(count)]
+    session: Any = SimpleNamespace(
+        state=SimpleNamespace(cycle=3, deployed={"contract": "v2"}),
+        known=[{"contract": "v1"}],
+        recipe=SimpleNamespace(rl=SimpleNamespace(replay_share=0.25, traffic_share=0.25)),
+        task_choice=None,
+        training_task=lambda settings, position: (settings["contract"], position),
+        taskset=lambda settings: SimpleNamespace(task=lambda row: row),
+        live_tasks=lambda: live,
+    )
+    planned = [_plan(session, number) for number in range(80)]
+    drawn = [plan.task for plan in planned if plan.live is not None]
+    assert drawn == [f"live {number}" for number in range(min(20, count))]
+    others: Any = [plan.task for plan in planned if plan.live is None]
+    known = [position for name, position in others if name == "v1"]
+    assert len(known) == len(others) // 4
+    assert [position for name, position in others if name == "v2"] == list(range(len(others) - len(known)))
 
 
 def rollouts(successes: int, failures: int, faults: int = 0) -> list[Rollout]:

@@ -19,7 +19,7 @@ from evergrad.envs._environment import (
 )
 from evergrad.envs._episode import EnvironmentFault, Episode, Score, VerifierFault
 from evergrad.envs._load import ENVIRONMENTS, environment_names, load_environment
-from evergrad.envs._taskset import SPLITS, Taskset
+from evergrad.envs._taskset import SPLITS, Taskset, split_of
 
 __all__ = [
     "ENVIRONMENTS",
@@ -46,6 +46,7 @@ __all__ = [
     "parse_reply",
     "play",
     "reward",
+    "split_of",
     "test_environment",
     "tool",
 ]

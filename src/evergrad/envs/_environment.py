@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from evergrad.config import Config
 from evergrad.envs._calls import type_name
-from evergrad.types import InputError, Limits, Message, Task, ToolSpec
+from evergrad.types import InputError, Limits, Message, Task, ToolSpec, Trace
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
@@ -55,6 +55,24 @@ class TaskRow:
     """Plain JSON values that the instance reads as ``self.facts``; with the prompt they are the task's content."""
     slice: str = ""
     """Reports break scores down by it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON values.
+
+        >>> row = TaskRow((Message("user", "Where is lamp 7?"),), {"shelf": 31})
+        >>> TaskRow.from_dict(row.as_dict()) == row
+        True
+        """
+        prompt = self.prompt if isinstance(self.prompt, str) else [each.as_dict() for each in self.prompt]
+        return {"prompt": prompt, "facts": dict(self.facts), "slice": self.slice}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TaskRow:
+        """The row that :meth:`as_dict` wrote."""
+        prompt = data["prompt"]
+        return cls(
+            prompt if isinstance(prompt, str) else tuple(Message(**each) for each in prompt), data["facts"], data["slice"]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +188,12 @@ class Environment:
     def tasks(cls, rng: Random, config: Any) -> Iterator[TaskRow]:
         """Makes tasks, as many as are asked for; equal ``rng`` states give equal tasks. May repeat itself, may end."""
         raise EnvError(f"environment '{cls.name}' makes no tasks", hint="define the classmethod tasks(cls, rng, config)")
+
+    @classmethod
+    def from_trace(cls, trace: Trace, config: Any) -> TaskRow | None:
+        """The task that a live conversation was about, as :meth:`tasks` would have made it, or ``None`` where none can be made:
+        facts come from what the tools answered in it, and from its outcome. Its texts are redacted."""
+        return None
 
     @classmethod
     def limits_for(cls, config: Any) -> Limits:

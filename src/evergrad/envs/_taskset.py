@@ -11,7 +11,7 @@ from evergrad.config import nearest, parse_config
 from evergrad.envs._author import AUTHOR_S, ask_author, place
 from evergrad.envs._environment import BoundTool, EnvError, Environment, TaskRow, content_hash
 from evergrad.envs._load import load_environment, source_hash
-from evergrad.types import Message, Task, ToolSpec
+from evergrad.types import Message, Task, ToolSpec, Trace
 
 T = TypeVar("T")
 
@@ -151,6 +151,23 @@ class Taskset:
         task_id = f"{self.name}/{_hash(self.name, content)}"
         limits = self._ask("limits_for", lambda: self.environment_class.limits_for(self.config), "return Limits(…)")
         return Task(task_id, self.name, prompt, self._tool_specs, limits, metadata)
+
+    @property
+    def learns_from_traffic(self) -> bool:
+        """Whether the environment defines ``from_trace``."""
+        return self.environment_class.from_trace.__func__ is not Environment.from_trace.__func__  # type: ignore[attr-defined]
+
+    def from_trace(self, trace: Trace) -> TaskRow | None:
+        """The task that a live conversation was about; ``None`` where the environment makes none of it.
+
+        Raises:
+            EnvError: ``from_trace`` raised, or gave something else than a row.
+        """
+        expected = "return TaskRow(prompt, facts) of the task that the conversation was about, or None"
+        row = self._ask("from_trace", lambda: self.environment_class.from_trace(trace, self.config), expected)
+        if row is not None and not isinstance(row, TaskRow):
+            raise self._wrong("from_trace", f"gave {row!r}"[:200], expected)
+        return row
 
     def open(self, task: Task) -> Environment:
         """A fresh instance for one rollout of ``task``.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from evergrad.envs._calls import Value, format_call
 from evergrad.envs._environment import Environment, EnvironmentConfig, TaskRow, ToolError, reward, tool
-from evergrad.types import Limits
+from evergrad.types import Limits, Trace
 
 Case = Literal["status", "refund", "cancel", "decline"]
 
@@ -41,6 +41,14 @@ _MONTHS = (
 _ORDER_IDS = tuple(f"{letter}{number}" for letter in ascii_uppercase for number in range(10, 100))
 _LOOSE_ID = re.compile(r"([A-Za-z])[ -]?([0-9]{2})")
 _REQUESTS: Mapping[bool, str] = {True: "Where is order {id}?", False: "Please refund order {id}."}
+"""What customers say, by whether they only ask where it is."""
+_ASKED = {status: re.compile(re.escape(text).replace(r"\{id\}", "(?P<id>.+)")) for status, text in _REQUESTS.items()}
+_STATE = re.compile(
+    r"(?:in transit, arrives (?P<arrives>\w+ \d+)|delivered, window open until (?P<open>\w+ \d+), paid (?P<paid>\d+)"
+    r"|(?P<unshipped>not shipped)|delivered, window closed since (?P<closed>\w+ \d+))(?:, code (?P<code>\d+))?"
+)
+"""What a lookup says of an order, under either contract."""
+_DONE = re.compile(r"done, ref (\d+)")
 
 
 class SupportDesk(Environment):
@@ -64,6 +72,24 @@ class SupportDesk(Environment):
     def tasks(cls, rng: Random, config: Any) -> Iterator[TaskRow]:
         while True:
             yield _draw(rng, config.difficulty)
+
+    @classmethod
+    def from_trace(cls, trace: Trace, config: Any) -> TaskRow | None:
+        """The case as the lookup told it: what the customer wanted, and the state of the order that he meant."""
+        asked = next((found for text in (False, True) if (found := _ASKED[text].fullmatch(trace.request.strip()))), None)
+        state = next((found for result in trace.tool_results if (found := _STATE.fullmatch(result))), None)
+        loose = _LOOSE_ID.fullmatch(asked["id"]) if asked else None
+        if asked is None or state is None or loose is None:
+            return None
+        case = _case_of(state, wants_status=asked.re is _ASKED[True])
+        if case is None:
+            return None
+        refs = [int(found[1]) for result in trace.tool_results if (found := _DONE.fullmatch(result))]
+        order_id = (loose[1] + loose[2]).upper()
+        date = state["arrives"] or state["open"] or state["closed"] or "January 1"
+        return _row(
+            case, order_id, asked["id"], date, int(state["paid"] or 11), refs[0] if refs else 100, state["code"] or "100", {}
+        )
 
     @tool(contract="v1")
     async def order(self, id: str) -> str:
@@ -173,19 +199,32 @@ def _draw(rng: Random, difficulty: str) -> TaskRow:
     paid, ref, code = rng.randint(11, 99), rng.randint(100, 999), str(rng.randint(100, 999))
     wrong_form = rng.choice(WRONG_FORMS)
     said = wrong_form(order_id[0], order_id[1:]) if hard else order_id
+    others = dict.fromkeys(other_ids, f"in transit, arrives {other_date}")
+    return _row(case, order_id, said, date, paid, ref, code, others)
+
+
+def _row(case: Case, order_id: str, said: str, date: str, paid: int, ref: int, code: str, others: Mapping[str, str]) -> TaskRow:
+    """A case as a task; ``others`` are the shop's other orders and their states."""
     state, sentence, answer, changes = _outcome(case, order_id, date, paid, ref)
     facts = {
         "case": case,
         "id": order_id,
         "said": said,
-        "orders": {order_id: state, **dict.fromkeys(other_ids, f"in transit, arrives {other_date}")},
+        "orders": {order_id: state, **others},
         "ref": ref,
         "code": code,
         "changes": changes,
         "answer": answer,
         "sentence": sentence,
     }
-    return TaskRow(_REQUESTS[case == "status"].format(id=said), facts, slice="hard" if hard else "easy")
+    return TaskRow(_REQUESTS[case == "status"].format(id=said), facts, slice="easy" if said == order_id else "hard")
+
+
+def _case_of(state: re.Match[str], *, wants_status: bool) -> Case | None:
+    """Which case a lookup's result makes of a request; ``None`` for one that the desk has no rule for."""
+    if wants_status:
+        return "status" if state["arrives"] else None
+    return "refund" if state["open"] else "cancel" if state["unshipped"] else "decline" if state["closed"] else None
 
 
 def _date(rng: Random) -> str:

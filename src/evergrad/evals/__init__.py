@@ -1,6 +1,8 @@
 """Measures a version on held-out tasks and rules on promotion."""
 
+from evergrad.evals._latency import Latencies, latency_ratio
 from evergrad.evals.canary import CanaryConfig, CanaryRuling, CanaryStep, HarmTest, rule_on_canary
+from evergrad.evals.contamination import Overlap, Overlaps
 from evergrad.evals.drift import drift_level, drift_p
 from evergrad.evals.evaluation import (
     GIVEN_UP,
@@ -63,6 +65,9 @@ __all__ = [
     "GateConfig",
     "GiveUp",
     "HarmTest",
+    "Latencies",
+    "Overlap",
+    "Overlaps",
     "Overstatement",
     "PairedDifference",
     "Plan",
@@ -85,6 +90,7 @@ __all__ = [
     "give_up_on",
     "is_audited",
     "is_saturated",
+    "latency_ratio",
     "mcnemar_p",
     "mean_interval",
     "mixture_e_value",

@@ -72,7 +72,7 @@ def check_plan(
         "primary suite": (plan.primary, primary),
         "suites": (planned, measured_suites),
         "anchors": (dict(plan.anchors), {suite: report.version_id for suite, report in roles["anchor"].items()}),
-        "settings": (plain(plan.gate), plain(ruling.config.model_dump(mode="json"))),
+        "settings": (plain(plan.gate), plain(ruling.config.as_planned())),
         "audit": (plain(plan.audit), plain(audit.model_dump(mode="json")) if audit else {}),
         "clusters": (plan.clusters, content_hash(dict(ruling.clusters)) if ruling.clusters else ""),
         "history": (plan.history, content_hash(ruling.history)),

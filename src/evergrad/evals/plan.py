@@ -45,12 +45,16 @@ class Plan:
     """How often somebody has measured a version on some of the primary suite's tasks, outside of any ruling."""
     audit: Mapping[str, Any] = field(default_factory=dict)
     """The settings of the gold audit; empty where there is none."""
+    contamination: Mapping[str, Any] = field(default_factory=dict)
+    """``trained_on``: live tasks that made the candidate; ``gate_tasks``: how many were held against them; ``overlaps``: gate
+    task to how it overlaps. Empty where no live task made it."""
 
     @property
     def hash(self) -> str:
         content = plain(self)
-        # A plan without an audit keeps the name that it had before there were audits.
-        return content_hash(content if self.audit else {key: value for key, value in content.items() if key != "audit"})
+        # A plan without them keeps the name that it had before there were audits and live tasks.
+        absent = {key for key in ("audit", "contamination") if not content[key]}
+        return content_hash({key: value for key, value in content.items() if key not in absent})
 
 
 def announce(
@@ -66,6 +70,7 @@ def announce(
     price_book: str = "",
     looks_by_hand: int = 0,
     audit: Config | None = None,
+    contamination: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of the ruling that follows ``history``: all verdicts of the series so far, oldest first."""
     trials = trials_of(history)
@@ -75,7 +80,7 @@ def announce(
         anchors=dict(anchors or {}),
         primary=primary,
         suites=dict(sorted(suites.items())),
-        gate=config.model_dump(mode="json"),
+        gate=config.as_planned(),
         trial=len(trials) + 1,
         level=next_level(config.series, config.alpha, trials),
         history=content_hash(history),
@@ -83,6 +88,7 @@ def announce(
         price_book=price_book,
         looks_by_hand=looks_by_hand,
         audit=audit.model_dump(mode="json") if audit else {},
+        contamination=dict(contamination or {}),
     )
 
 

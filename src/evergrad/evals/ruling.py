@@ -5,7 +5,8 @@ One ruling, in this order; all that fails is said, not only the first::
     reports usable? ──▶ as planned? ──▶ paired? ──▶ enough pairs?
                                                 └──▶ better? (exact McNemar or sign flips, at this try's level in the series)
                                                 └──▶ no guard suite worse than its margin? (incumbent, frozen anchor)
-                                                └──▶ cost per success within bounds? (where asked for)
+                                                └──▶ cost per success, and seconds, within bounds? (where asked for)
+                                                └──▶ no gate task among the live tasks that were trained on? (where there are)
                                                 └──▶ do rewards and gain hold by gold? (where audited)
 
 A candidate is promoted only when every question has an answer and every answer is yes.
@@ -20,6 +21,7 @@ from decimal import Decimal
 from typing import Any
 
 from evergrad.evals._checks import Reports, Ruling, check_plan, check_reports, mismatch, one_version
+from evergrad.evals._latency import Latencies, rule_latency
 from evergrad.evals.evaluation import GIVEN_UP, EvalError, content_hash, report_hash
 from evergrad.evals.integrity import AuditConfig, rule_integrity
 from evergrad.evals.plan import Plan, uses_of
@@ -54,6 +56,7 @@ def gate(
     primary: str | None = None,
     anchor: Reports | None = None,
     costs: Costs | None = None,
+    latencies: Latencies | None = None,
     clusters: Mapping[str, Hashable] | None = None,
     bootstrap: bool = False,
     history: Sequence[Verdict] = (),
@@ -69,6 +72,7 @@ def gate(
         primary: Suite on which the candidate must be better; the first of its reports by default.
         anchor: Reports of frozen versions; every suite in it is guarded against it too, lest small losses add up.
         costs: Per-task costs on the primary suite; needed when ``config.max_cost_increase`` is set.
+        latencies: Seconds per task on the primary suite; needed when ``config.max_latency_increase`` is set.
         clusters: Task id to cluster (repository, customer, conversation); tasks of one cluster are not independent.
         bootstrap: Lets a first version pass without an incumbent, if its own reports are in order.
         history: All verdicts of the same series before this one, oldest first; they decide the level of this try.
@@ -90,11 +94,14 @@ def gate(
     if plan is not None:
         check_plan(ruling, plan, candidate_id, incumbent_id, chosen, roles, audit)
     _add_identity(ruling, chosen, roles, plan)
+    if plan is not None and plan.contamination:
+        _rule_contamination(ruling, plan.contamination)
     if not incumbent:
         _rule_without_incumbent(ruling, candidate, chosen, bootstrap)
     elif chosen in candidate:
         _rule_primary(ruling, chosen, candidate, incumbent, plan.looks_by_hand if plan else 0)
         _rule_costs(ruling, chosen, candidate, incumbent, costs)
+        rule_latency(ruling, chosen, candidate, incumbent, latencies)
         if audit is not None and not {("candidate", chosen), ("incumbent", chosen)} - ruling.usable:
             rule_integrity(ruling, chosen, candidate[chosen], incumbent[chosen], audit)
     ruling.evidence["guards"] = []
@@ -312,6 +319,19 @@ def _rule_costs(ruling: Ruling, suite: str, candidate: Reports, incumbent: Repor
         ruling.refusals.append(f"{told}; the limit is {1 + limit:g}")
 
 
+def _rule_contamination(ruling: Ruling, found: Mapping[str, Any]) -> None:
+    """What was looked for before anything was measured: gate tasks among the live tasks that the candidate was trained on."""
+    ruling.evidence["contamination"] = dict(found)
+    among = f"the {found['trained_on']} live tasks that the candidate was trained on"
+    if found["overlaps"]:
+        ruling.refusals.append(
+            f"{len(found['overlaps'])} of {found['gate_tasks']} gate tasks are among {among}, or nearly so: "
+            f"{', '.join(sorted(found['overlaps'])[:3])}"
+        )
+    else:
+        ruling.findings.append(f"none of {found['gate_tasks']} gate tasks is among {among}, or near one")
+
+
 def _priced(costs: Mapping[str, Decimal | float | None], tasks: list[str]) -> dict[str, float] | None:
     found = {task_id: costs.get(task_id) for task_id in tasks}
     known = {task_id: float(cost) for task_id, cost in found.items() if cost is not None and math.isfinite(cost) and cost >= 0}
@@ -320,7 +340,7 @@ def _priced(costs: Mapping[str, Decimal | float | None], tasks: list[str]) -> di
 
 def _add_identity(ruling: Ruling, primary: str, roles: Mapping[str, Reports], plan: Plan | None) -> None:
     """What the ruling rests on, so that it can be checked later: plan, thresholds, suites, hashes of all reports."""
-    settings = ruling.config.model_dump(mode="json")
+    settings = ruling.config.as_planned()
     ruling.evidence |= {
         "primary": primary,
         "alpha": ruling.config.alpha,

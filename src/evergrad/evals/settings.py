@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from evergrad.config import Config
@@ -32,5 +34,14 @@ class GateConfig(Config):
 
     A cost is the time of the machine: where others use it too, or a suite takes but seconds, it is as uneven as that time.
     """
+    max_latency_increase: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """How much longer a try may take: 0.1 allows ten percent, in the geometric mean over tasks that both versions tried, with
+    confidence 1 − alpha. ``None`` asks for no seconds. They are as uneven as the machine, as costs are."""
     seed: int = 0
     """Of the sign flips and the bootstrap."""
+
+    def as_planned(self) -> dict[str, Any]:
+        """As plans and verdicts hold it. A limit that is not set is left out where it came later than they did, so that those
+        on record keep their names."""
+        settings = self.model_dump(mode="json")
+        return {key: value for key, value in settings.items() if key != "max_latency_increase" or value is not None}

@@ -11,15 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from evergrad.evals import Plan, announce, plan_from_json, report_from_json, suite_hash
+from evergrad.evals import Overlaps, Plan, announce, plan_from_json, report_from_json, suite_hash
 from evergrad.loop._folder import write_json
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop.looks import looks_folder
+from evergrad.loop.traffic.converting import request_of
 from evergrad.registry import Registry
 from evergrad.types import EvalReport, ModelVersion, Task, Verdict
 
-_MAY_CHANGE = ("looks_by_hand", "price_book")
+_MAY_CHANGE = ("looks_by_hand", "price_book", "contamination")
 """What of a plan the world may change between a crash and the next try at the same ruling."""
 
 
@@ -93,6 +94,7 @@ def write_plan(
         price_book=session.ledger.price_book.hash,
         looks_by_hand=_looks(session, suites[0]),
         audit=session.config.audit,
+        contamination=_contamination(session, candidate, suites),
     )
     ruled = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
     plan = _announced_before(session.folder.path, planned, ruled) or planned
@@ -117,6 +119,24 @@ def _announced_before(run: Path, plan: Plan, ruled: Verdict | None) -> Plan | No
         return next((each for each in earlier if each.hash == ruled.evidence.get("plan_hash")), None)
     same = (each for each in earlier if dataclasses.replace(plan, **{key: getattr(each, key) for key in _MAY_CHANGE}) == each)
     return next(same, None)
+
+
+def _contamination(session: Session, candidate: ModelVersion, suites: Sequence[GateSuite]) -> dict[str, Any]:
+    """Which gate tasks are, or nearly are, among the live tasks that the candidate and its ancestors were trained on. The
+    environment's own training tasks share none with the gate by their split; live ones come from outside of it."""
+    if session.traffic is None:
+        return {}
+    lineage = [each.version_id for each in session.registry.lineage(candidate.version_id)]
+    trained = session.traffic.tasks(used_by=lineage)
+    if not trained:
+        return {}
+    measured = {task.task_id: request_of(task) for each in suites for task in gate_tasks(session, each.settings, each.draw)}
+    overlaps, found = Overlaps(measured), dict[str, str]()
+    for live in trained:
+        overlap = overlaps.find(request_of(session.taskset(session.state.deployed).task(live.row)))
+        if overlap is not None:
+            found[overlap.reference] = overlap.kind
+    return {"trained_on": len(trained), "gate_tasks": len(measured), "overlaps": dict(sorted(found.items()))}
 
 
 def _looks(session: Session, suite: GateSuite) -> int:

@@ -56,6 +56,8 @@ class LoopState:
     """Optimizer steps done in this stage."""
     group: int = 0
     """Groups of this cycle that have begun; the next one is planned from it."""
+    live_tasks: int = 0
+    """Number of the last live task that this cycle's RL may draw; those that come later wait for the next cycle."""
     rl_step: int = 0
     """RL steps of the whole run; names the rollout files."""
     slices: dict[str, list[float]] = field(default_factory=dict)

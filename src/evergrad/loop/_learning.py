@@ -20,6 +20,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import methodcaller
 from random import Random
@@ -35,6 +36,7 @@ from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop._spending import Stop, no_longer_pays
 from evergrad.loop.decisions import Decision
+from evergrad.loop.traffic import LiveTask
 from evergrad.rollouts import (
     ESTIMATORS,
     Buffer,
@@ -105,6 +107,8 @@ async def learn(session: Session) -> Decision:
         return Decision(Stage.WATCH if serves else Stage.MEASURE, "no RL", "the recipe has no RL steps")
     if state.step == 0:
         await session.reset_trainer(session.version_id("sft"))
+        state.live_tasks = session.traffic.last_task() if session.traffic is not None else 0
+        _tell_live_tasks(session)
     await session.start_teacher()
     informative = rl.tasks == "informative"
     slices = session.training_slices(state.deployed) if informative else {}
@@ -140,6 +144,12 @@ async def learn(session: Session) -> Decision:
     if stopped:
         session.event(f"RL stops after {state.step} steps: {stopped}")
     return _learned(session, stopped, unpaid.evidence if unpaid else {})
+
+
+def _tell_live_tasks(session: Session) -> None:
+    share, count = session.recipe.rl.traffic_share, len(session.live_tasks())
+    if share and count:
+        session.event(f"of live traffic, {count} tasks are trained on: {share:.0%} of the groups")
 
 
 def _learned(session: Session, stopped: str | None, numbers: Mapping[str, Any]) -> Decision:
@@ -233,7 +243,7 @@ async def _roll(session: Session, buffer: Buffer) -> None:
             return
         async with asyncio.TaskGroup() as groups:
             while ticket := await buffer.acquire():
-                groups.create_task(_run_one(session, buffer, ticket, *_plan(session, ticket.index)))
+                groups.create_task(_run_one(session, buffer, ticket, _plan(session, ticket.index)))
     except BaseException as error:
         # The other loop waits for batches; it must learn that none will come, and why.
         await buffer.fail(error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error)
@@ -254,38 +264,60 @@ async def _wave(session: Session, buffer: Buffer) -> bool:
     planned = [_plan(session, ticket.index) for ticket in tickets]
     await session.engine.reset_prefix_cache()
     await session.engine.open_sessions(
-        f"{group_id}/{index}" for group_id, _, _ in planned for index in range(session.recipe.rl.group_size)
+        f"{plan.group_id}/{index}" for plan in planned for index in range(session.recipe.rl.group_size)
     )
     async with asyncio.TaskGroup() as groups:
         for ticket, plan in zip(tickets, planned, strict=True):
-            groups.create_task(_run_one(session, buffer, ticket, *plan))
+            groups.create_task(_run_one(session, buffer, ticket, plan))
     return True
 
 
-def _plan(session: Session, number: int) -> tuple[str, Task, Mapping[str, Any]]:
-    """Group ``number`` of this cycle: its id, task and environment settings; the same in every session of the run.
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What one group will try."""
 
-    Earlier contracts get ``replay_share`` of the groups, spread evenly; each contract goes through its own tasks in order.
+    group_id: str
+    task: Task
+    settings: Mapping[str, Any]
+    live: LiveTask | None = None
+    """What of live traffic the task was made of."""
+
+
+def _plan(session: Session, number: int) -> _Plan:
+    """Group ``number`` of this cycle, the same in every session of the run.
+
+    Live tasks get ``traffic_share`` of the groups until each has come once, and of the others earlier contracts get
+    ``replay_share``, each spread evenly; each goes through its own tasks in order.
     """
-    state, rl = session.state, session.recipe.rl
-    known = session.known
-    share = rl.replay_share if known else 0.0
-    replayed = math.floor(number * share)
-    if math.floor((number + 1) * share) > replayed:
-        settings, position = known[replayed % len(known)], replayed // len(known)
-    else:
-        settings, position = state.deployed, number - replayed
+    state, rl, known, live = session.state, session.recipe.rl, session.known, session.live_tasks()
+    group_id = f"c{state.cycle}-g{number}"
+    before, turn = _spread(number, rl.traffic_share if live else 0.0)
+    if turn and before < len(live):
+        chosen = live[before]
+        return _Plan(group_id, session.taskset(state.deployed).task(chosen.row), state.deployed, chosen)
+    number -= min(before, len(live))
+    before, turn = _spread(number, rl.replay_share if known else 0.0)
+    settings, position = (known[before % len(known)], before // len(known)) if turn else (state.deployed, number - before)
     if session.task_choice is not None and settings is state.deployed:
-        task = session.task_choice.task(number)
-    else:
-        task = session.training_task(settings, position)
-    return f"c{state.cycle}-g{number}", task, settings
+        return _Plan(group_id, session.task_choice.task(number), settings)
+    return _Plan(group_id, session.training_task(settings, position), settings)
 
 
-async def _run_one(
-    session: Session, buffer: Buffer, ticket: Ticket, group_id: str, task: Task, settings: Mapping[str, Any]
-) -> None:
-    rl = session.recipe.rl
+def _spread(number: int, share: float) -> tuple[int, bool]:
+    """How many of the first ``number`` places belong to ``share`` of them, and whether the next one does.
+
+    >>> [_spread(number, 0.25) for number in range(5)]
+    [(0, False), (0, False), (0, False), (0, True), (1, False)]
+    """
+    before = math.floor(number * share)
+    return before, math.floor((number + 1) * share) > before
+
+
+async def _run_one(session: Session, buffer: Buffer, ticket: Ticket, plan: _Plan) -> None:
+    rl, task, group_id, settings = session.recipe.rl, plan.task, plan.group_id, plan.settings
+    if plan.live is not None and session.traffic is not None:
+        # Before anything is learned from it: whoever asks to be forgotten is told of every version that may have.
+        session.traffic.record_use(session.version_id("rl"), plan.live)
     sessions = session.engine if rl.max_off_policy_steps == 0 else None
     try:
         group = await run_group(

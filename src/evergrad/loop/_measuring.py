@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from evergrad.evals import GIVEN_UP, Costs, evaluate, gate, give_up_on
+from evergrad.evals import GIVEN_UP, Costs, Latencies, evaluate, gate, give_up_on
 from evergrad.inference import InferenceClient
 from evergrad.loop._announcing import (
     anchor_reports,
@@ -28,7 +28,7 @@ from evergrad.loop._certifying import certify
 from evergrad.loop._folder import Stage, write_json
 from evergrad.loop._gold_audit import audits_task, convict_by_verdict
 from evergrad.loop._releasing import begin_release
-from evergrad.loop._scores import keep_row, score_row, task_costs
+from evergrad.loop._scores import keep_row, score_row, task_costs, task_seconds
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop.decisions import Decision
@@ -63,6 +63,7 @@ async def measure(session: Session) -> Decision:
         if rival is not None and GIVEN_UP in after[each.name].outcomes:
             break  # refused already, whatever the guards say
     costs = Costs(task_costs(state, candidate.version_id, primary), task_costs(state, incumbent.version_id, primary))
+    latencies = Latencies(*(task_seconds(state, each.version_id, primary) for each in (candidate, incumbent)))
     verdict = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
     if verdict is None:
         with session.clock.phase("gate"):
@@ -73,6 +74,7 @@ async def measure(session: Session) -> Decision:
                 primary=primary,
                 anchor=anchors,
                 costs=costs,
+                latencies=latencies,
                 history=history,
                 plan=plan,
                 audit=session.config.audit,

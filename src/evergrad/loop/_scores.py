@@ -10,7 +10,7 @@ from evergrad.evals import mean_interval, t_quantile
 from evergrad.loop._folder import LoopState
 from evergrad.types import EvalReport, ModelVersion, Rollout
 
-PER_TASK = ("task_ids", "task_scores", "task_usd")
+PER_TASK = ("task_ids", "task_scores", "task_usd", "task_seconds")
 """Keys that stay in the state: too long for people, needed for prices."""
 
 
@@ -51,6 +51,7 @@ def score_row(report: EvalReport, rollouts: Sequence[Rollout], usd: float | None
         "task_ids": list(computed),
         "task_scores": [report.scores[task_id] for task_id in computed],
         "task_usd": [usd * own / max(1, total) for own in computed.values()] if usd is not None else None,
+        "task_seconds": [use.seconds for use in judged.values()],
         "outcomes": dict(report.outcomes),
     }
 
@@ -100,6 +101,12 @@ def task_costs(state: LoopState, version_id: str, suite: str) -> dict[str, float
     """Task id to USD, of those tries of a version on a suite that have a price."""
     row = row_of(state, version_id, suite)
     return dict(zip(row["task_ids"], row["task_usd"], strict=True)) if row and row["task_usd"] else {}
+
+
+def task_seconds(state: LoopState, version_id: str, suite: str) -> dict[str, float]:
+    """Task id to seconds, of the tries of a version on a suite."""
+    row = row_of(state, version_id, suite)
+    return dict(zip(row["task_ids"], row.get("task_seconds", ()), strict=False)) if row else {}
 
 
 def speaking_row(state: LoopState, version: ModelVersion, deployed: str) -> dict[str, Any] | None:

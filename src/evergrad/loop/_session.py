@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from evergrad.envs import Taskset
@@ -33,6 +34,7 @@ from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.decisions import Decision, take
 from evergrad.loop.pausing import Paused, pause_of
 from evergrad.loop.placement import LocalPlacement
+from evergrad.loop.traffic import LiveTask, TrafficStore, traffic_path
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import (
     BufferState,
@@ -63,6 +65,8 @@ class Session:
         self._started = time.monotonic()
         self._tasksets: dict[str, Taskset] = {}
         self._tasks: dict[str, Sequence[Task]] = {}
+        self._live_tasks: dict[str, list[LiveTask]] = {}
+        self._traffic: TrafficStore | None = None
         self._exit = contextlib.AsyncExitStack()
         self.task_choice: TaskChoice | None = None
         """Of the phase that is under way, where it draws its tasks by what they teach."""
@@ -249,6 +253,30 @@ class Session:
         for task in self._tasks[repr((self.state.cycle, sorted(settings.items())))]:
             by_slice.setdefault(str(task.metadata.get("slice", "")), []).append(task)
         return by_slice
+
+    def live_tasks(self) -> list[LiveTask]:
+        """The live tasks of this cycle's RL, in an order that the seed and the cycle decide. One that is forgotten meanwhile is
+        in it no more."""
+        key = repr(("live", self.state.cycle, self.state.live_tasks))
+        if key not in self._live_tasks:
+            taskset, tasks = self.taskset(self.state.deployed), list[LiveTask]()
+            if self.traffic is not None and self.state.live_tasks:
+                tasks = self.traffic.tasks(
+                    environment=taskset.name,
+                    contract_hash=taskset.contract_hash,
+                    split="train",
+                    up_to=self.state.live_tasks,
+                )
+            Random(derive_seed(self.config.seed, "live tasks", self.state.cycle)).shuffle(tasks)
+            self._live_tasks[key] = tasks
+        return self._live_tasks[key]
+
+    @property
+    def traffic(self) -> TrafficStore | None:
+        """What live traffic has left in the run folder; ``None`` where none was ever stored."""
+        if self._traffic is None and traffic_path(self.folder.path).is_file():
+            self._traffic = self._exit.enter_context(TrafficStore(traffic_path(self.folder.path)))
+        return self._traffic
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 

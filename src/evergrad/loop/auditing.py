@@ -19,6 +19,7 @@ from evergrad.evals import (
     AuditConfig,
     Costs,
     GateConfig,
+    Latencies,
     content_hash,
     gate,
     plan_from_json,
@@ -29,7 +30,7 @@ from evergrad.evals import (
 from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
 from evergrad.loop._folder import LoopState, read_state
-from evergrad.loop._scores import p_of_so_few, row_of, task_costs
+from evergrad.loop._scores import p_of_so_few, row_of, task_costs, task_seconds
 from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, own_public_key, statement, verify
 from evergrad.registry import AliasEvent, Registry
 from evergrad.types import EvalReport, EvergradError, Verdict, plain, strict_json
@@ -241,6 +242,7 @@ def _ruled_again(run: Path, content: Mapping[str, Any]) -> Told:
         task_costs(state, plan.candidate_id, plan.primary),
         task_costs(state, plan.incumbent_id, plan.primary),
     )
+    latencies = Latencies(*(task_seconds(state, each, plan.primary) for each in (plan.candidate_id, plan.incumbent_id)))
     with Registry(run / "registry.sqlite") as registry:
         history = verdicts_before(registry, plan.candidate_id, plan.incumbent_id)
     again = gate(
@@ -250,6 +252,7 @@ def _ruled_again(run: Path, content: Mapping[str, Any]) -> Told:
         primary=plan.primary,
         anchor=reports["anchor"],
         costs=costs,
+        latencies=latencies,
         history=history,
         plan=plan,
         audit=AuditConfig(**plan.audit) if plan.audit else None,

@@ -126,6 +126,9 @@ class RLConfig(Config):
     """Ends the phase early when the mean reward of the last three steps reaches this."""
     replay_share: float = Field(0.25, ge=0, lt=1)
     """Share of groups that come from earlier contracts, when there are any."""
+    traffic_share: float = Field(0.25, ge=0, lt=1)
+    """Share of groups whose tasks ``evergrad traffic tasks`` has made of live traffic, while there are any: each comes once a
+    cycle."""
 
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0.

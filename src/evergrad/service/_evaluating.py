@@ -15,12 +15,14 @@ from evergrad.envs import SPLITS, Taskset
 from evergrad.evals import evaluate, mean_interval
 from evergrad.loop.looks import record_look
 from evergrad.loop.report import percent
+from evergrad.loop.traffic.converting import KEPT_ASIDE
 from evergrad.registry import base_model
 from evergrad.rollouts import Renderer, greedy_rollout
 from evergrad.service._engines import RunningEngine, engine_on
 from evergrad.service._models import open_registry
 from evergrad.service._runs import run_config
 from evergrad.service._screen import console, print_json, table
+from evergrad.service._traffic import live_tasks
 from evergrad.types import EvalReport, InputError, ModelVersion, Rollout, Task
 
 
@@ -32,13 +34,13 @@ def evaluate_version(
     Raises:
         EvergradError: no such version, split or setting; fewer tasks than asked for; an engine that fails.
     """
-    if split not in SPLITS:
-        raise InputError(f"unknown split '{split}'", hint=nearest(split, SPLITS))
+    if split not in (*SPLITS, KEPT_ASIDE):
+        raise InputError(f"unknown split '{split}'", hint=nearest(split, [*SPLITS, KEPT_ASIDE]))
     with open_registry(run) as registry:
         version = registry.find(name)
     environment = run_config(run)["environment"]
     taskset = Taskset(environment["name"], {**environment.get("settings", {}), **parse_overrides(overrides)})
-    drawn = taskset.tasks(split, tasks, seed)
+    drawn = _live(run, taskset, tasks) if split == KEPT_ASIDE else taskset.tasks(split, tasks, seed)
     if split == "gate":
         # Before it begins: whoever interrupts it has seen some of it.
         record_look(run, version.version_id, [task.task_id for task in drawn])
@@ -47,6 +49,14 @@ def evaluate_version(
         print_json({**dataclasses.asdict(report), "mean": report.mean, "ci95": mean_interval(list(report.scores.values()))})
     else:
         _print_report(report)
+
+
+def _live(run: Path, taskset: Taskset, most: int) -> Sequence[Task]:
+    """The newest tasks of live traffic that nothing was trained on, ``most`` at most: there are as many as customers made."""
+    found = live_tasks(run, taskset)[-most:]
+    if not found:
+        raise InputError(f"no live task of {taskset.suite} is kept aside", hint=f"evergrad traffic tasks --run {run}")
+    return found
 
 
 async def _measure(run: Path, version: ModelVersion, taskset: Taskset, tasks: Sequence[Task], split: str) -> EvalReport:

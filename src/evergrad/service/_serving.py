@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shlex
 import signal
@@ -10,11 +11,15 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from evergrad.envs import Taskset
+from evergrad.loop.traffic import Redact, TrafficStore, find_redactor, traffic_path
 from evergrad.service._edge import DONE, explain
 from evergrad.service._engines import RunningEngine, engine_on
+from evergrad.service._gateway import Gateway
 from evergrad.service._models import find_served, open_registry
 from evergrad.service._runs import run_config
 from evergrad.types import EvergradError, Message, ModelVersion
@@ -33,46 +38,81 @@ _HINTS = """
 A reply is a call of a tool, for you to execute and send back as {{"role": "tool", "content": "…"}}, or the answer.
 """
 
+_KEPT = """
+  Requests with store = true are kept in the run folder, redacted; "evergrad traffic" shows them and makes tasks of them.
+  What became of one:  curl {url}/feedback -H 'Content-Type: application/json' -d '{{"completion_id": "…", "score": 1}}'
+"""
 
-def serve_alias(run: Path, alias: str, port: int) -> int:
+
+def serve_alias(run: Path, alias: str, port: int, record: str | None = None) -> int:
     """Serves until SIGTERM (returns 0) or Ctrl-C (raises ``KeyboardInterrupt``); the engine ends first either way.
 
+    Args:
+        record: Name of the redactor, where what customers agree to is kept; nothing is when absent.
+
     Raises:
-        EvergradError: nothing is promoted to ``alias``, the port is taken, or the engine died.
+        EvergradError: nothing is promoted to ``alias``, the port is taken, there is no such redactor, or the engine died.
     """
     version = find_served(run, alias)
     _check_port(port)
+    redact = find_redactor(record) if record is not None else None
     print(f"loading {version.version_id}…", flush=True)
-    return asyncio.run(_serve(run, alias, version, port))
+    return asyncio.run(_serve(run, alias, version, port, redact))
 
 
-async def _serve(run: Path, alias: str, version: ModelVersion, port: int) -> int:
-    ended = asyncio.Event()
+async def _serve(run: Path, alias: str, version: ModelVersion, port: int, redact: Redact | None) -> int:
+    ended, served = asyncio.Event(), _Served(version)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    async with engine_on(run, version, _names(alias, version), port=port) as engine:
-        url = f"{engine.base_url}/v1"
-        print(f"{alias} is {version.version_id}, at {url} (Ctrl-C ends it)", flush=True)
-        print(_hints(run, alias, url), flush=True)
-        tasks = {
-            asyncio.create_task(engine.placement.watch(), name="watch the engine"),
-            asyncio.create_task(_follow(run, alias, version, engine), name="follow the alias"),
-            asyncio.create_task(ended.wait(), name="wait for SIGTERM"),
-        }
-        try:
-            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def tell(address: str) -> None:
+        print(f"{alias} is {version.version_id}, at {address}/v1 (Ctrl-C ends it)", flush=True)
+        print(_hints(run, alias, f"{address}/v1"), flush=True)
+        if redact is not None:
+            print(_KEPT.format(url=f"{address}/v1"), flush=True)
+
+    behind = 0 if redact is not None else port
+    with contextlib.ExitStack() as stack:
+        async with engine_on(run, version, _names(alias, version), port=behind) as engine:
+            tasks = {
+                asyncio.create_task(engine.placement.watch(), name="watch the engine"),
+                asyncio.create_task(_follow(run, alias, served, engine), name="follow the alias"),
+                asyncio.create_task(ended.wait(), name="wait for SIGTERM"),
+            }
+            if redact is None:
+                tell(engine.base_url)
+            else:
+                store = stack.enter_context(TrafficStore(traffic_path(run)))
+                gateway = Gateway(engine.base_url, store, redact, lambda: served.version.version_id)
+                tasks.add(
+                    asyncio.create_task(gateway.serve(port, lambda found: tell(f"http://127.0.0.1:{found}")), name="gateway")
+                )
+            await _first_of(tasks)
     return DONE
 
 
-async def _follow(run: Path, alias: str, version: ModelVersion, engine: RunningEngine) -> None:
+async def _first_of(tasks: set[asyncio.Task[Any]]) -> None:
+    """Waits until the first of them ends, raises what it raised, and ends the others."""
+    try:
+        finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class _Served:
+    """What the engine answers with now."""
+
+    version: ModelVersion
+
+
+async def _follow(run: Path, alias: str, served: _Served, engine: RunningEngine) -> None:
     """Loads whatever the alias points at next. A version that cannot be loaded is reported once; the one before serves on."""
-    tried = version.version_id
+    tried = served.version.version_id
     with open_registry(run) as registry:
         while True:
             await asyncio.sleep(POLL_S)
@@ -84,10 +124,10 @@ async def _follow(run: Path, alias: str, version: ModelVersion, engine: RunningE
             try:
                 await engine.load(run, following, _names(alias, following))
             except EvergradError as error:
-                print(f"error: {explain(error)[0]}; {version.version_id} goes on serving", file=sys.stderr, flush=True)
+                print(f"error: {explain(error)[0]}; {served.version.version_id} goes on serving", file=sys.stderr, flush=True)
                 continue
-            version = following
-            print(f"{alias} is now {version.version_id}", flush=True)
+            served.version = following
+            print(f"{alias} is now {following.version_id}", flush=True)
 
 
 def _check_port(port: int) -> None:

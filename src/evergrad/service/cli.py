@@ -27,6 +27,7 @@ app = typer.Typer(
 env_app = typer.Typer(name="env", help="Environments: list them, and test one before it is trained on.")
 model_app = typer.Typer(name="model", help="Model versions of a run: list, show, promote, roll back.")
 loop_app = typer.Typer(name="loop", help="The loop: run it, see what it does and why, pause it, go on.")
+traffic_app = typer.Typer(name="traffic", help="Live traffic: what is kept of it, tasks made of it, forgetting it.")
 rollouts_app = typer.Typer(name="rollouts", help="Rollouts of a run, token by token.")
 data_app = typer.Typer(name="data", help="Data files: check one before it is trained on.")
 app.add_typer(data_app)
@@ -34,6 +35,7 @@ app.add_typer(env_app)
 app.add_typer(loop_app)
 app.add_typer(model_app)
 app.add_typer(rollouts_app)
+app.add_typer(traffic_app)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the run (TOML).", show_default=False)]
 
@@ -58,6 +60,9 @@ RunFolder = Annotated[
 Alias = Annotated[str, typer.Option("--alias", metavar="NAME", help="The alias.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Goes on record.", show_default=False)]
+Tenant = Annotated[
+    str, typer.Argument(metavar="TENANT", help="Its name; 'default' where no tenant has a key.", show_default=False)
+]
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, or an alias.", show_default=False)]
 OptionalVersion = Annotated[str, typer.Argument(metavar="[VERSION]", help="Version id, or an alias.")]
 
@@ -188,7 +193,7 @@ def eval_(
         typer.Option(
             "--split",
             metavar="NAME",
-            help="heldout, gate or train; looks at the gate are counted.",
+            help="heldout, gate, train, or traffic: live tasks kept aside. Looks at the gate are counted.",
         ),
     ] = "heldout",
     set_: Settings = None,
@@ -207,12 +212,76 @@ def serve(
     run: RunFolder = None,
     alias: Alias = "production",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")] = 8000,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            "--record",
+            metavar="REDACTOR",
+            help="Keep what is sent with store = true, redacted by presidio, or by your package.module:function.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve what an alias points at through OpenAI's API, and follow the alias when it moves."""
     from evergrad.service._runs import find_run
     from evergrad.service._serving import serve_alias
 
-    raise typer.Exit(serve_alias(find_run(run), alias, port))
+    raise typer.Exit(serve_alias(find_run(run), alias, port, record))
+
+
+@traffic_app.command("list")
+def traffic_list(run: RunFolder = None, as_json: AsJson = False) -> None:
+    """List the conversations that are kept, with their feedback and what was made of them."""
+    from evergrad.service._runs import find_run
+    from evergrad.service._traffic import list_traffic
+
+    list_traffic(find_run(run), as_json=as_json)
+
+
+@traffic_app.command("tasks")
+def traffic_tasks(
+    run: RunFolder = None,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option("--tenant", metavar="NAME", help="Whose traffic; repeatable. All must be named when there are several."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make tasks of what is kept, for the next cycle to train on; says what became of each conversation."""
+    from evergrad.service._runs import find_run
+    from evergrad.service._traffic import make_tasks
+
+    make_tasks(find_run(run), tenant or [], as_json=as_json)
+
+
+@traffic_app.command("key")
+def traffic_key(
+    tenant: Tenant,
+    run: RunFolder = None,
+    revoke: Annotated[bool, typer.Option("--revoke", help="Take all keys of the tenant back instead.")] = False,
+) -> None:
+    """Make an API key for a tenant, whose traffic is then told from that of others."""
+    from evergrad.service._runs import find_run
+    from evergrad.service._traffic import add_tenant_key
+
+    add_tenant_key(find_run(run), tenant, revoke=revoke)
+
+
+@traffic_app.command("forget")
+def traffic_forget(
+    tenant: Tenant,
+    run: RunFolder = None,
+    user: Annotated[
+        str | None,
+        typer.Option("--user", metavar="NAME", help="Only what one user of theirs has sent.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove all that is kept of a tenant; name each version that has learned from it, and what it costs to rebuild."""
+    from evergrad.service._runs import find_run
+    from evergrad.service._traffic import forget_tenant
+
+    forget_tenant(find_run(run), tenant, user, as_json=as_json)
 
 
 # ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

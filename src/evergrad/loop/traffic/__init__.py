@@ -1,0 +1,41 @@
+"""Live traffic as what to learn from: stored with consent and redacted, turned into tasks, and forgotten on request.
+
+::
+
+    gateway ──▶ redact ──▶ TrafficStore ◀── feedback
+                               │
+                               ▼
+    Environment.from_trace ◀─ convert ─▶ tasks for training, tasks kept aside ──▶ a cycle's RL ──▶ a version that says so
+                               │                                                                        │
+                               └── what overlaps with the gate's tasks is left out      forget ◀────────┘ names it and its cost
+"""
+
+from evergrad.loop.traffic.converting import Converted, convert
+from evergrad.loop.traffic.forgetting import Forgotten, Tainted, forget
+from evergrad.loop.traffic.redaction import Redact, find_redactor
+from evergrad.loop.traffic.store import (
+    LiveTask,
+    Redacted,
+    StoredTrace,
+    TrafficError,
+    TrafficStore,
+    digest,
+    traffic_path,
+)
+
+__all__ = [
+    "Converted",
+    "Forgotten",
+    "LiveTask",
+    "Redact",
+    "Redacted",
+    "StoredTrace",
+    "Tainted",
+    "TrafficError",
+    "TrafficStore",
+    "convert",
+    "digest",
+    "find_redactor",
+    "forget",
+    "traffic_path",
+]
