@@ -256,6 +256,21 @@ def test_live_tasks_come_once_a_cycle_and_push_no_other_task_aside(count: int) -
     assert [position for name, position in others if name == "v2"] == list(range(len(others) - len(known)))
 
 
+def test_beside_live_tasks_a_choice_of_tasks_hears_of_the_groups_that_it_drew() -> None:
+    """A group's number in its id is the one that its task was drawn by: what comes back is told under it."""
+    session: Any = SimpleNamespace(
+        state=SimpleNamespace(cycle=3, deployed={"contract": "v2"}),
+        known=[],
+        recipe=SimpleNamespace(rl=SimpleNamespace(replay_share=0.0, traffic_share=0.25)),
+        task_choice=SimpleNamespace(task=lambda number: number),
+        taskset=lambda settings: SimpleNamespace(task=lambda row: row),
+        live_tasks=lambda: [SimpleNamespace(row="live")] * 3,
+    )
+    chosen = [plan for plan in (_plan(session, number) for number in range(20)) if plan.live is None]
+    assert len(chosen) == 17
+    assert [plan.group_id for plan in chosen] == [f"c3-g{plan.task}" for plan in chosen]
+
+
 def rollouts(successes: int, failures: int, faults: int = 0) -> list[Rollout]:
     ends = (
         [(Outcome.SCORED, 1.0)] * successes + [(Outcome.SCORED, 0.0)] * failures + [(Outcome.ENVIRONMENT_FAULT, None)] * faults

@@ -295,9 +295,9 @@ def _plan(session: Session, number: int) -> _Plan:
     if turn and before < len(live):
         chosen = live[before]
         return _Plan(group_id, session.taskset(state.deployed).task(chosen.row), state.deployed, chosen)
-    number -= min(before, len(live))
-    before, turn = _spread(number, rl.replay_share if known else 0.0)
-    settings, position = (known[before % len(known)], before // len(known)) if turn else (state.deployed, number - before)
+    other = number - min(before, len(live))
+    before, turn = _spread(other, rl.replay_share if known else 0.0)
+    settings, position = (known[before % len(known)], before // len(known)) if turn else (state.deployed, other - before)
     if session.task_choice is not None and settings is state.deployed:
         return _Plan(group_id, session.task_choice.task(number), settings)
     return _Plan(group_id, session.training_task(settings, position), settings)
