@@ -37,6 +37,14 @@ V1, V2 = {"contract": "v1"}, {"contract": "v2"}
 N = 8
 
 
+class Standing(SimpleNamespace):
+    """What of a session says where the run stands; every verifier is trusted."""
+
+    @property
+    def known(self) -> list[dict[str, Any]]:
+        return list(self.state.known)
+
+
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Any]:
     tasksets = {contract: Taskset(str(LETTERS), {"contract": contract}) for contract in ("v1", "v2")}
@@ -44,12 +52,11 @@ def session(tmp_path: Path) -> Iterator[Any]:
         for version_id, suite in (("first", "letters@v1"), ("second", "letters@v1"), ("third", "letters@v2")):
             registry.register(version(version_id, suite))
         registry.promote("production", "first", bootstrap=True)
-        yield SimpleNamespace(
-            config=SimpleNamespace(eval=SimpleNamespace(n=N), seed=3, gate=GateConfig(min_n=N)),
+        yield Standing(
+            config=SimpleNamespace(eval=SimpleNamespace(n=N), seed=3, gate=GateConfig(min_n=N), audit=None),
             state=SimpleNamespace(deployed=V1, known=[]),
             registry=registry,
             traffic=None,
-            known=[],
             folder=SimpleNamespace(path=tmp_path),
             ledger=SimpleNamespace(price_book=PriceBook.load()),
             taskset=lambda settings: tasksets[settings["contract"]],

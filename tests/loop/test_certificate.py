@@ -201,7 +201,9 @@ def session(tmp_path: Path) -> Iterator[Any]:
             registry.register(ModelVersion(name, None, 1, f"versions/{name}", "tiny", "re", "", {"suite": "letters@v1"}))
         registry.promote("production", "old", bootstrap=True)
         yield SimpleNamespace(
+            known=[],
             config=SimpleNamespace(
+                audit=None,
                 name="r",
                 eval=SimpleNamespace(n=N),
                 seed=3,

@@ -755,7 +755,7 @@ async def test_a_report_of_another_verifier_is_measured_again(tmp_path: Path, mo
 async def test_a_report_that_was_given_up_speaks_for_the_candidate_and_for_no_incumbent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(task: Task, *_: Any, rollout_id: str, group_id: str) -> Rollout:
+    async def fail(task: Task, *_: Any, rollout_id: str, group_id: str, **more: Any) -> Rollout:
         return Rollout(rollout_id, group_id, task.task_id, (), Outcome.SCORED, 0.0, usage=Usage(completion_tokens=1))
 
     monkeypatch.chdir(EXAMPLES[0].parents[1])

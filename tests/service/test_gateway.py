@@ -32,7 +32,7 @@ async def behind(
     engine.post("/v1/chat/completions")(handler)
     listener = socket.create_server(("127.0.0.1", 0))
     engine_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = _Server(uvicorn.Config(engine, log_config=None))
+    server = _Server(uvicorn.Config(engine, log_config=None, timeout_keep_alive=120))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with TrafficStore(tmp_path / "traffic.sqlite") as store:

@@ -169,7 +169,9 @@ class Gateway:
                 raise GatewayError(499, "the client closed the connection", "client_closed")
             answer = await work
         except httpx.HTTPError as error:
-            raise GatewayError(503, f"the engine does not answer: {error or type(error).__name__}", "engine_dead") from error
+            raise GatewayError(
+                503, f"the engine does not answer: {str(error) or type(error).__name__}", "engine_dead"
+            ) from error
         finally:
             for task in (work, gone):
                 task.cancel()
