@@ -728,7 +728,7 @@ async def test_an_engine_whose_loop_died_ends_its_process(model_folder: Path) ->
             for answer in await asyncio.gather(*waiting, return_exceptions=True):
                 assert isinstance(answer, EngineError)
                 assert "status 503: the engine stopped" in str(answer)
-        assert await asyncio.to_thread(server.process.wait, 10) == 1
+        assert await asyncio.to_thread(server.process.wait, 60) == 1
         assert server.process.stderr is not None
         assert "the engine stopped: MemoryError" in server.process.stderr.read().splitlines()[-1]
 

@@ -58,10 +58,11 @@ batch_size = 8
 lr = 3e-3
 
 [adapt.rl]
-steps = 3
+steps = 12
+stop_at_reward = 0.97
 groups_per_step = 4
 group_size = 8
-lr = 2e-4
+lr = 5e-4
 
 [trainer]
 method = "full"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from evergrad.evals.evaluation import EvalError
-
 SATURATED_ABOVE = 0.95
 """Mean score above which a suite has too little room for a gain to show."""
 FEWEST_TASKS = 30
@@ -19,15 +17,10 @@ def is_saturated(mean: float | None, n: int) -> bool:
     return mean is not None and n >= FEWEST_TASKS and mean > SATURATED_ABOVE
 
 
-def error_reduction(before: float, after: float) -> float:
-    """Share of the failures that a version removed: what a gain means close to the ceiling.
+def error_reduction(before: float, after: float) -> float | None:
+    """Share of the failures that a version removed: what a gain means close to the ceiling. None where nothing failed before.
 
-    >>> round(error_reduction(0.96, 0.98), 6)
-    0.5
-
-    Raises:
-        EvalError: nothing failed before, so that nothing could be removed.
+    >>> round(error_reduction(0.96, 0.98), 6), error_reduction(1.0, 1.0)
+    (0.5, None)
     """
-    if not before < 1.0:
-        raise EvalError("no failures before, so there are none to remove", hint="the suite is saturated: retire it")
-    return 1 - (1 - after) / (1 - before)
+    return 1 - (1 - after) / (1 - before) if before < 1.0 else None

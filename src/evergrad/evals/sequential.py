@@ -72,7 +72,7 @@ def success_upper_bound(successes: int, failures: int, alpha: float) -> float:
     """Upper end of the confidence sequence of a success rate: wrong at any time, ever, with probability ``alpha`` at most.
 
     >>> success_upper_bound(0, 0, 0.01), round(success_upper_bound(3, 21, 0.01), 2)
-    (1.0, 0.43)
+    (1.0, 0.44)
     """
     low, high = successes / max(1, successes + failures), 1.0
     if failures == 0:

@@ -65,7 +65,7 @@ def fired(live: Live, config: WatchConfig) -> dict[str, str]:
     """The triggers that traffic sets off, by name, in words; empty while all is well.
 
     >>> fired(Live(3, 24, expected=0.95, n_gate=96), WatchConfig())
-    {'fall': 'live success fell to 3/24 (promoted at 0.95; with 99% confidence it is at most 0.43)'}
+    {'fall': 'live success fell to 3/24 (promoted at 0.95; with 99% confidence it is at most 0.44)'}
     """
     found = {}
     if live.contract_changed:

@@ -139,6 +139,9 @@ class TrainFolder:
                 write_json(partial / "progress.json", record)
             self._keep(kept)
 
+        if written.done():  # of one process: nothing is left to wait for
+            finish()
+            return written
         executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         try:
             return executor.submit(finish)
