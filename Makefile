@@ -17,7 +17,9 @@ EVERGRAD := $(BIN)/evergrad
 RUNS := runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short demo-perpetual demo-seeds demo-control test test-slow test-trl test-vllm check format bench-engine bench-turns bench-rollouts bench-train bench-learn bench-gate bench-forecast bench-router bench-transfer docs clean
+.PHONY: help setup check format test test-slow test-trl test-vllm docs clean \
+  demo demo-short demo-perpetual demo-seeds demo-control \
+  bench-engine bench-forecast bench-gate bench-learn bench-rollouts bench-router bench-train bench-transfer bench-turns
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
