@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from evergrad.inference.config import EngineConfig, EngineError
+from evergrad.transfer.process import in_passing_thread
 from evergrad.transfer.worker import announce, run_worker
 
 
@@ -35,7 +36,8 @@ def _serve(config: EngineConfig, listener: socket.socket) -> None:
         deaths.append(error)
         http.should_exit = True
 
-    engine = Engine(config)
+    # Loading computes, too; from here on only the thread that steps the engine may.
+    engine = in_passing_thread(lambda: Engine(config))
     if engine.notice is not None:
         print(f"notice: {engine.notice}", file=sys.stderr, flush=True)
     server = EngineServer(engine, os.environ.get("EVERGRAD_TOKEN"), on_ready=lambda: announce(listener), on_death=end)

@@ -17,6 +17,7 @@ from evergrad.inference._loop import StepLoop
 from evergrad.inference._web import HttpError, decode, reply
 from evergrad.inference._weights import DRAIN_S, WeightUpdates
 from evergrad.inference.engine import Engine
+from evergrad.transfer.process import in_passing_thread
 
 
 class Administration:
@@ -92,7 +93,7 @@ class Administration:
 
     async def _or_conflict(self, change: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
-            return await asyncio.to_thread(change)
+            return await asyncio.to_thread(in_passing_thread, change)
         except Exception as error:
             # Whatever went wrong, nothing was committed: the old version serves on, and the caller must know why.
             version = self._engine.policy_version

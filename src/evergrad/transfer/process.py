@@ -1,4 +1,4 @@
-"""What a process asks of its operating system: to end with its parent, and to keep the memory that it frees."""
+"""How a process lives with its system: it ends with its parent, keeps the memory that it frees, and leaves the cores to one thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import signal
 import stat
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
@@ -41,6 +46,18 @@ def keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_MAX, 0)  # no block is a mapping of its own, which is gone as soon as it is freed
         mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def in_passing_thread(function: Callable[[], T]) -> T:
+    """What ``function`` returns, computed in a thread that is gone afterwards, and its helpers with it.
+
+    GNU's OpenMP gives every thread that computes helpers of its own, and keeps them as long as the thread lives. Once a process
+    has more of these than cores, those that wait for work sleep at once instead of watching for it, and a decoding step, which
+    is thousands of small operations, spends a fifth of its time waking them up. So where one thread computes all the time,
+    what others compute belongs in here.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 def _exit_at_end_of_stdin() -> None:
