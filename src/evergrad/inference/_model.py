@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from evergrad.config import nearest
 from evergrad.inference._adapters import Adapter, AdapterLayers
 from evergrad.inference._attention import ATTENTION_NAME, PagedCache, chunks_positions, paged_attention, plan_step
+from evergrad.inference._linear import PackedLinear, can_pack, pack
 from evergrad.inference._rows import Row
 from evergrad.inference._schedule import Chunk
 from evergrad.inference.config import EngineConfig, EngineError
@@ -28,27 +30,14 @@ from evergrad.transfer.worker import pick_device
 _loading = threading.Lock()
 
 
-class WeightFirstLinear(nn.Linear):
-    """``nn.Linear`` on CPU as ``W @ xᵀ``.
+@dataclass(frozen=True)
+class Staged:
+    """A version, ready for :meth:`Model.bind`."""
 
-    For the few dozen rows of a decoding step, BLAS computes this one and a half to two times faster than ``x @ Wᵀ``: the long
-    side of the product is then its first dimension. The result is the same up to rounding, and transposed in memory.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.reshape(-1, self.in_features)
-        product = torch.mm(self.weight, rows.t())
-        if self.bias is not None:
-            product += self.bias[:, None]
-        return product.t().view(*input.shape[:-1], self.out_features)
-
-
-class TransposedEmbedding(nn.Embedding):
-    """``nn.Embedding`` whose output lies in memory as :class:`WeightFirstLinear` leaves its own: the two are then added along
-    memory and not across it."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input).transpose(-1, -2).contiguous().transpose(-1, -2)
+    tensors: Mapping[str, torch.Tensor]
+    """By canonical name; the others are the base's."""
+    packed: Mapping[str, torch.Tensor]
+    """By canonical name of the weights of :class:`PackedLinear` that change."""
 
 
 class Model:
@@ -77,6 +66,10 @@ class Model:
         self._base = {name: _get(places[0]) for name, places in self._places.items()}
         self._aliases = {alias: name for name, places in self._places.items() for alias in _names(places)}
         self.adapters = AdapterLayers(self._module)
+        self._packed: dict[str, list[PackedLinear]] = {}
+        """By canonical name of their weight."""
+        self._replaced: frozenset[str] = frozenset()
+        """Tensors that are live and not the base's."""
         self._attach(config)
 
     @property
@@ -137,7 +130,7 @@ class Model:
         """``child`` goes on from all that ``row`` has computed; its blocks say where that is."""
 
     def check(self, tensors: Mapping[str, torch.Tensor], *, whole: bool, known_finite: bool = False) -> dict[str, torch.Tensor]:
-        """What :meth:`bind` needs: by canonical name, on the engine's device, in its dtype; no copy where that holds already.
+        """For :meth:`stage`: by canonical name, on the engine's device, in its dtype; no copy where that holds already.
 
         Args:
             whole: Every parameter must be there; else those that are not are the base's.
@@ -163,12 +156,25 @@ class Model:
             raise EngineError(f"{len(missing)} tensors are missing, first '{missing[0]}'")
         return checked
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Makes the base, with ``tensors`` (as :meth:`check` returned them) in place of their namesakes, the live weights."""
+    @torch.inference_mode()
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
+        """The base, with ``tensors`` (as :meth:`check` returned them) in place of their namesakes, for :meth:`bind`.
+
+        May run in another thread while steps go on.
+        """
+        changing = tensors.keys() | self._replaced
+        return Staged(tensors, {name: pack(tensors.get(name, self._base[name])) for name in self._packed if name in changing})
+
+    def bind(self, staged: Staged) -> None:
+        """Makes a version the live weights. What was staged before it and is not live can no longer be bound."""
         for name, places in self._places.items():
-            parameter = nn.Parameter(tensors.get(name, self._base[name]), requires_grad=False)
+            parameter = nn.Parameter(staged.tensors.get(name, self._base[name]), requires_grad=False)
             for module, attribute, _ in places:
                 module._parameters[attribute] = parameter
+        for name, packed in staged.packed.items():
+            for layer in self._packed[name]:
+                layer.packed = packed
+        self._replaced = frozenset(staged.tensors)
 
     @torch.inference_mode()
     def _sample_logprobs(self) -> tuple[tuple[int, ...], list[float]]:
@@ -196,15 +202,24 @@ class Model:
             if hasattr(module, "layer_idx"):
                 module.paged_cache = self.cache
                 layers += hasattr(module, "k_proj") or hasattr(module, "qkv_proj")
-            if self.device.type == "cpu" and type(module) is nn.Linear:
-                module.__class__ = WeightFirstLinear
-            if self.device.type == "cpu" and type(module) is nn.Embedding:
-                module.__class__ = TransposedEmbedding
         if layers != self.cache.memory.shape[0]:
             raise EngineError(
                 f"{layers} attention layers where {self.cache.memory.shape[0]} were expected",
                 hint="only models whose every layer is standard attention can be served",
             )
+        self._pack_layers()
+
+    @torch.inference_mode()
+    def _pack_layers(self) -> None:
+        for name, weight in self._base.items():
+            layers = [module for module, attribute, _ in self._places[name] if type(module) is nn.Linear and attribute == "weight"]
+            if not layers or not can_pack(weight):
+                continue
+            packed = pack(weight)
+            for layer in layers:
+                layer.__class__ = PackedLinear
+                layer.packed = packed  # type: ignore[assignment]
+            self._packed[name] = layers  # type: ignore[assignment]
 
 
 _Place = tuple[nn.Module, str, str]

@@ -21,7 +21,7 @@ from evergrad.inference._blocks import BlockPool
 from evergrad.inference._drafts import CONTEXT, Drafter
 from evergrad.inference._grammar import Grammars, Matcher, advanced
 from evergrad.inference._loading import load_model
-from evergrad.inference._model import Model
+from evergrad.inference._model import Model, Staged
 from evergrad.inference._requests import (
     Event,
     Request,
@@ -71,7 +71,7 @@ class Engine:
         self._owners: dict[str, dict[int, Row]] = {}
         self._arrivals = 0
         self._session_requests: dict[str, int] = {}
-        self._staged: dict[str, torch.Tensor] | None = None
+        self._staged: Staged | None = None
         self.num_steps = self.num_drawn = self.num_computed = 0
         self.num_drafted = self.num_accepted = 0
         self._pool = BlockPool(config.kv_cache_tokens // config.block_size, config.block_size, reuse=self.model.reuses_blocks)
@@ -221,11 +221,11 @@ class Engine:
             EngineError: a name, shape or value that does not fit. What was staged before is dropped; what is live stays.
         """
         self._staged = None
-        self._staged = self.model.check(tensors, whole=whole, known_finite=known_finite)
+        self._staged = self.model.stage(self.model.check(tensors, whole=whole, known_finite=known_finite))
 
     def stage_base(self) -> None:
         """Keeps the weights that the engine started from for :meth:`commit`."""
-        self._staged = {}
+        self._staged = self.model.stage({})
 
     def commit(self, policy_version: int) -> None:
         """Makes the staged weights live, between two steps. Nothing computed before is found by later prompts.
