@@ -16,6 +16,7 @@ from evergrad.inference._attention import plan_step
 from evergrad.inference._blocks import BlockPool, OutOfBlocks
 from evergrad.inference._drafts import Drafter, Guess, Lookup, share_out
 from evergrad.inference._grammar import Grammars
+from evergrad.inference._linear import PackedLinear, can_pack, pack
 from evergrad.inference._lockstep import Lockstep
 from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
@@ -106,6 +107,26 @@ def test_draws_follow_the_distribution(vocabulary: int) -> None:
             observed, wanted = observed[:-1], wanted[:-1]
         scale = sum(observed) / sum(wanted)
         assert chisquare(observed, [value * scale for value in wanted]).pvalue > 1e-4
+
+
+@given(st.integers(1, 150), st.integers(1, 70), st.integers(1, 70), st.booleans(), st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_a_packed_layer_is_the_linear_one_for_any_number_of_rows(
+    rows: int, inputs: int, outputs: int, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(inputs, outputs, bias)
+    if not can_pack(layer.weight):
+        pytest.skip("nothing is packed without MKL")
+    input = torch.randn(1, rows, inputs)
+    with torch.inference_mode():
+        expected = torch.nn.functional.linear(
+            input.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+        )
+        (packed,) = PackedLinear.replace([layer], pack(layer.weight))
+        assert torch.allclose(packed(input).double(), expected, atol=1e-5)
+        # Other rows beside them change nothing but the rounding.
+        assert torch.allclose(packed(torch.cat([input, input], dim=1))[:, :rows].double(), expected, atol=1e-5)
 
 
 @given(st.floats(0.0, 1.0, exclude_max=True), st.integers(0, 2**32), st.sampled_from([5, 128, 257]))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from evergrad.inference import EngineConfig
 from evergrad.inference._adapters import Adapter
+from evergrad.inference._model import Staged
 from evergrad.inference._requests import derived_seed
 from evergrad.inference._rows import Distribution, Row, Sample
 from evergrad.inference._sampling import Draws
@@ -75,7 +76,10 @@ class RememberingModel:
     def check(self, tensors: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         return dict(tensors)
 
-    def bind(self, tensors: Mapping[str, Any]) -> None:
+    def stage(self, tensors: Mapping[str, Any]) -> Staged:
+        return Staged(tensors, {})
+
+    def bind(self, staged: Staged) -> None:
         self.version += 1
 
 

@@ -149,7 +149,8 @@ def plan_step(chunks: Sequence[Chunk], device: torch.device, with_windows: bool)
         previous = slots
     groups: dict[tuple[int, int], list[_Family]] = {}
     for family in families:
-        groups.setdefault((family.num_tokens.bit_length(), family.num_context.bit_length()), []).append(family)
+        # Up to a power of two tokens: as many as most groups have samples, and fewer once some of these are one row.
+        groups.setdefault(((family.num_tokens - 1).bit_length(), family.num_context.bit_length()), []).append(family)
     restore = np.empty(int(starts[-1]), dtype=np.int64)
     calls: list[_Call] = []
     base = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -20,6 +22,17 @@ class PackedLinear(nn.Linear):
 
     packed: torch.Tensor
 
+    @classmethod
+    def replace(cls, layers: Iterable[nn.Linear], packed: torch.Tensor) -> list[PackedLinear]:
+        """Makes linear layers that share one weight, of which ``packed`` was made, compute with that."""
+        found: list[PackedLinear] = []
+        for layer in layers:
+            layer.__class__ = cls
+            assert isinstance(layer, cls)
+            layer.packed = packed
+            found.append(layer)
+        return found
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, self.in_features)
         if len(rows) < _FEW_ROWS:
@@ -30,7 +43,8 @@ class PackedLinear(nn.Linear):
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether :class:`PackedLinear` can compute with it: float32, on a CPU that MKL computes for."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available()
+    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_mkl) and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

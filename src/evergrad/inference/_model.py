@@ -162,11 +162,11 @@ class Model:
 
         May run in another thread while steps go on.
         """
-        changing = tensors.keys() | self._replaced
-        return Staged(tensors, {name: pack(tensors.get(name, self._base[name])) for name in self._packed if name in changing})
+        changing = self._packed.keys() & (tensors.keys() | self._replaced)
+        return Staged(tensors, {name: pack(tensors.get(name, self._base[name])) for name in changing})
 
     def bind(self, staged: Staged) -> None:
-        """Makes a version the live weights. What was staged before it and is not live can no longer be bound."""
+        """Makes a version the live weights; it must have been staged since the last one became so."""
         for name, places in self._places.items():
             parameter = nn.Parameter(staged.tensors.get(name, self._base[name]), requires_grad=False)
             for module, attribute, _ in places:
@@ -212,14 +212,9 @@ class Model:
     @torch.inference_mode()
     def _pack_layers(self) -> None:
         for name, weight in self._base.items():
-            layers = [module for module, attribute, _ in self._places[name] if type(module) is nn.Linear and attribute == "weight"]
-            if not layers or not can_pack(weight):
-                continue
-            packed = pack(weight)
-            for layer in layers:
-                layer.__class__ = PackedLinear
-                layer.packed = packed  # type: ignore[assignment]
-            self._packed[name] = layers  # type: ignore[assignment]
+            owners = [owner for owner, attribute, _ in self._places[name] if type(owner) is nn.Linear and attribute == "weight"]
+            if owners and can_pack(weight):
+                self._packed[name] = PackedLinear.replace(owners, pack(weight))
 
 
 _Place = tuple[nn.Module, str, str]

@@ -38,20 +38,22 @@ class Draws:
         num_rows, vocabulary = logits.shape
         num_chunks = -(-vocabulary // _CHUNK)
         self._greedy = [one.temperature == 0.0 for one in distributions]
-        # Logits may come transposed in memory; here they are put in order, and padded to whole chunks that have no weight.
-        weights = torch.empty((num_rows, num_chunks * _CHUNK), device=logits.device)
-        weights[:, vocabulary:] = float("-inf")
-        scores = weights[:, :vocabulary].copy_(logits)
         self._logits = logits
         self._divisors = torch.tensor([one.temperature or 1.0 for one in distributions], device=logits.device)
+        scores = logits.float()
         if any(one.temperature not in (0.0, 1.0) for one in distributions):
-            scores /= self._divisors[:, None]
+            scores = scores / self._divisors[:, None]
         cut = [row for row, one in enumerate(distributions) if one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0]
         if cut:
-            scores[cut] = _truncate(scores[cut], [distributions[row] for row in cut])
+            kept = _truncate(scores[cut], [distributions[row] for row in cut])
+            scores = scores.index_copy(0, torch.tensor(cut, device=logits.device), kept)
         self._truncates = bool(cut)
         self._largest = scores.amax(dim=-1)
-        self._weights = weights.sub_(self._largest[:, None]).exp_().view(num_rows, num_chunks, _CHUNK)
+        # Padded to whole chunks by tokens without weight.
+        weights = torch.empty((num_rows, num_chunks * _CHUNK), device=logits.device)
+        weights[:, vocabulary:] = float("-inf")
+        torch.sub(scores, self._largest[:, None], out=weights[:, :vocabulary])
+        self._weights = weights.exp_().view(num_rows, num_chunks, _CHUNK)
         # [R, C], running sums of the chunks' weights in double precision.
         self._sums = self._weights.sum(dim=-1).double().cumsum(dim=-1)
         total = self._sums[:, -1]

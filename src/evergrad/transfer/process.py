@@ -1,4 +1,4 @@
-"""How a process lives with its system: it ends with its parent, keeps the memory that it frees, and leaves the cores to one thread."""
+"""What a process asks of its system: to end with its parent, to keep the memory that it frees, and the cores for one thread."""
 
 from __future__ import annotations
 
