@@ -73,7 +73,8 @@ loss = { name = "grpo", options = { kl_coef = 0.04, kl_weighted = false } }
 """
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_kl_is_to_what_the_stage_began_with(tiny_config: Path, tmp_path: Path, start: Start, method: str) -> None:
     """A LoRA keeps that itself; under full fine-tuning a worker of its own holds it."""
     tiny_config.write_text(tiny_config.read_text().replace("lr = 1e-3\n", KL).replace('"full"', f'"{method}"'))

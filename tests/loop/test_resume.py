@@ -77,7 +77,7 @@ def reached(moment: str, run: Path) -> bool:
 MOMENTS = ("warm start", "rollouts", "training", "saving")
 VICTIMS = ("controller", "evergrad.inference", "evergrad.training")
 # The others go the same way and take minutes more: `make test-slow`.
-EVERY_TIME = {("controller", "rollouts"), ("evergrad.training", "warm start")}
+EVERY_TIME = {("controller", "rollouts")}
 PAIRS = [
     pytest.param(victim, moment, marks=() if (victim, moment) in EVERY_TIME else pytest.mark.slow)
     for victim in VICTIMS

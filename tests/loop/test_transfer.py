@@ -33,6 +33,7 @@ def test_a_run_over_tcp_ends_in_the_same_bits(tiny_config: Path, tmp_path: Path,
         assert min(one["sync_gb_per_s"], other["sync_gb_per_s"], one["sync_link_share"], other["sync_link_share"]) > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_its_adapter_alone_is_proved_after_each_update(
     tiny_config: Path, tmp_path: Path, start: Start
 ) -> None:
