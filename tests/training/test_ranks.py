@@ -155,7 +155,10 @@ def test_several_updates_over_two_ranks_are_those_of_one(model_folder: Path) -> 
 def test_in_float32_the_gradient_is_the_same_however_it_is_cut_and_shared_out(
     model_folder: Path, tmp_path: Path, method: str
 ) -> None:
-    """One micro-batch or several, one, two and four ranks, beginnings shared or not: each parameter's gradient within 1e-6."""
+    """One micro-batch or several, one, two and four ranks, beginnings shared or not: each parameter's gradient within 1e-6.
+
+    Halves of a layer add up in another order, which rounds once more in each: there it is 2e-6.
+    """
 
     def of(name: str, *sizes: int, micro_batch_tokens: int = 40) -> dict[str, torch.Tensor]:
         found = {}
@@ -173,7 +176,7 @@ def test_in_float32_the_gradient_is_the_same_however_it_is_cut_and_shared_out(
         for name, expected in whole.items():
             assert found[name].dtype == torch.float32
             difference = (found[name].double() - expected.double()).norm()
-            assert difference <= 1e-6 * expected.double().norm(), (sizes, name)
+            assert difference <= (1e-6 if sizes[1] == 1 else 2e-6) * expected.double().norm(), (sizes, name)
 
 
 @pytest.mark.slow
