@@ -51,6 +51,66 @@ min_n = 12
 requests = 4
 """
 
+TWO_CYCLES = f"""
+name = "t"
+model = "tiny"
+seed = 5
+
+[environment]
+name = "{LETTERS}"
+settings = {{ contract = "v1" }}
+
+[budget]
+cycles = 2
+
+[placement]
+threads = 1
+
+[learn.warm_start]
+demonstrations = 96
+batch_size = 8
+settings = {{ difficulty = "easy" }}
+lr = 1e-2
+
+[learn.rl]
+steps = 12
+groups_per_step = 4
+group_size = 8
+lr = 1e-3
+stop_at_reward = 0.97
+
+[adapt.warm_start]
+demonstrations = 160
+replay = 160
+batch_size = 8
+lr = 3e-3
+
+[adapt.rl]
+steps = 12
+stop_at_reward = 0.97
+groups_per_step = 4
+group_size = 8
+lr = 5e-4
+
+[trainer]
+method = "full"
+
+[eval]
+n = 48
+
+[gate]
+min_n = 48
+guard_margin = 0.2
+max_cost_increase = 9999
+
+[watch]
+requests = 16
+
+[[traffic.changes]]
+after_cycle = 1
+settings = {{ contract = "v2" }}
+"""
+
 
 @pytest.fixture
 def tiny_config(tmp_path: Path) -> Path:

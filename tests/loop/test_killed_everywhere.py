@@ -19,72 +19,18 @@ from evergrad.ledger import Ledger
 from evergrad.loop._folder import Stage
 from evergrad.loop.pausing import request_pause
 from evergrad.registry import Registry
-from tests.loop.conftest import LETTERS, Start, half_written, workers
+from tests.loop.conftest import TWO_CYCLES, Start, half_written, workers
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 600.0
 """Of a wait inside a test; only a hang takes so long."""
 
-RUN = f"""
-name = "t"
-model = "tiny"
-seed = 5
-
-[environment]
-name = "{LETTERS}"
-
-[budget]
-cycles = 2
-
-[placement]
-threads = 1
-
-[learn.warm_start]
-demonstrations = 96
-batch_size = 8
-settings = {{ difficulty = "easy" }}
-lr = 1e-2
-
-[learn.rl]
-steps = 12
-groups_per_step = 4
-group_size = 8
-lr = 1e-3
-stop_at_reward = 0.97
-
-[adapt.warm_start]
-demonstrations = 160
-replay = 160
-batch_size = 8
-lr = 3e-3
-
-[adapt.rl]
-steps = 3
-groups_per_step = 4
-group_size = 8
-lr = 2e-4
-
-[trainer]
-method = "full"
-
-[eval]
-n = 48
-
-[gate]
-min_n = 48
-guard_margin = 0.2
-
+CANARY = """
 [canary]
 shares = [0.5]
 outcomes = 4
-
-[watch]
-requests = 12
-
-[[traffic.changes]]
-after_cycle = 1
-settings = {{ contract = "v2" }}
 """
+RUN = TWO_CYCLES.replace("requests = 16", "requests = 12") + CANARY
 
 
 @pytest.fixture
