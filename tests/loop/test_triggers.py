@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +11,13 @@ import pytest
 from evergrad.envs import Environment, Taskset, tool
 from evergrad.evals import content_hash
 from evergrad.loop._deciding import decide
-from evergrad.loop._folder import LoopState, Stage, write_json, write_text
+from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._session import Session
 from evergrad.loop._watching import _apply_change, count_traffic
 from evergrad.loop.config import RunConfig
 from evergrad.loop.decisions import Decision, take
-from evergrad.loop.quarantine import breaking_changes, quarantine_older, usable_traces
+from evergrad.loop.quarantine import breaking_changes
 from evergrad.loop.triggers import Live, WatchConfig, fired
-from evergrad.rollouts import rollout_json
 from evergrad.types import Outcome, Rollout
 from tests.loop.conftest import LETTERS
 
@@ -200,21 +197,10 @@ def test_customers_change_without_the_run_being_told() -> None:
     assert not _apply_change(session)
 
 
-def test_a_breaking_change_quarantines_older_traces_until_the_world_goes_back(tmp_path: Path) -> None:
-    first, second = Taskset("support_desk", {"contract": "v1"}), Taskset("support_desk", {"contract": "v2"})
-    state = LoopState()
-    assert "order is gone" in quarantine_older(state, first, second)
-    assert list(state.quarantined) == [first.contract_hash]
-    made = [
-        Rollout("r1", "g", "t", (), Outcome.SCORED, 1.0, source="live", contract=first.contract_hash),
-        Rollout("r2", "g", "t", (), Outcome.SCORED, 1.0, source="live", contract=second.contract_hash),
-        Rollout("r3", "g", "t", (), Outcome.SCORED, 1.0, source="live"),  # of nobody knows which contract
-    ]
-    write_text(tmp_path / "rollouts" / "live-001-000.jsonl", "".join(rollout_json(each) + "\n" for each in made))
-    write_json(tmp_path / "state.json", asdict(state))
-    assert [each["rollout_id"] for each in usable_traces(tmp_path)] == ["r2"]
-    quarantine_older(state, second, first)
-    assert list(state.quarantined) == [second.contract_hash]
+def test_another_contract_of_the_desk_breaks_old_calls() -> None:
+    first, second = (Taskset("support_desk", {"contract": each}).contract() for each in ("v1", "v2"))
+    assert "order is gone" in breaking_changes(first, second)
+    assert breaking_changes(first, first) == []
 
 
 def test_a_change_of_words_breaks_nothing_and_is_a_trigger_all_the_same() -> None:

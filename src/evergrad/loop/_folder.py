@@ -94,8 +94,6 @@ class LoopState:
     """Reward and gold of the rollouts of this cycle that were judged by both."""
     distrusted: dict[str, dict[str, str]] = field(default_factory=dict)
     """Suite to ``fingerprint`` and ``why`` of a verifier that a gold audit convicted."""
-    quarantined: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Contract hash to ``suite`` and ``why``: live rollouts made under it are not to be learned from."""
     wall_s: float = 0.0
     """Seconds of earlier sessions."""
     cycle_started: dict[str, float | None] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from evergrad.loop._session import Session
 from evergrad.loop._spending import unspent
 from evergrad.loop.decisions import Decision
 from evergrad.loop.pausing import Paused, request_pause
-from evergrad.loop.quarantine import quarantine_older
+from evergrad.loop.quarantine import breaking_changes
 from evergrad.loop.triggers import Live, drift_of, fired
 from evergrad.types import Rollout
 
@@ -123,9 +123,9 @@ def _apply_change(session: Session) -> bool:
         state.known.append(dict(state.deployed))
         state.deployed = {**state.deployed, **change.settings}
         session.event(f"the world changes: {session.suite(state.known[-1])} is now {session.suite(state.deployed)}")
-        broken = quarantine_older(state, session.taskset(state.known[-1]), session.taskset(state.deployed))
+        broken = breaking_changes(session.taskset(state.known[-1]).contract(), session.taskset(state.deployed).contract())
         if broken:
-            session.console.note(f"  live rollouts so far are quarantined: {'; '.join(broken)}")
+            session.console.note(f"  what breaks old calls: {'; '.join(broken)}")
     if change.customers:
         state.customers = {**state.customers, **change.customers}
         session.console.note(f"  customers change, and nobody tells the run: {state.customers}")

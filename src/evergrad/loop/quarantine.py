@@ -1,20 +1,14 @@
-"""Quarantine: live rollouts made under a contract that no longer holds teach calls that no longer work.
+"""Quarantine: what customers asked under a contract that no longer holds teaches calls that no longer work.
 
-Each rollout names the hash of the contract that it was made under. A change is *breaking* when somebody who knows the old
-contract alone would call wrongly: a tool or a parameter is gone, has another type, or is required now. Words in descriptions
-and instructions may change without that. A breaking change quarantines all that was made under the old contract; should the
-world go back to it, it is lifted.
+A change is *breaking* when somebody who knows the old contract alone would call wrongly: a tool or a parameter is gone, has
+another type, or is required now. Words in descriptions and instructions may change without that. The conversion of traffic
+into tasks leaves out what was asked under a contract that the deployed one breaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
-
-from evergrad.envs import Taskset
-from evergrad.loop._folder import LoopState, read_state
-from evergrad.rollouts import read_rollouts
 
 _WORDS = frozenset({"description", "instructions"})
 
@@ -34,28 +28,6 @@ def breaking_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         found += _broken(name, ours[name], theirs[name])
     rest = sorted((before.keys() | after.keys()) - _WORDS - {"tools", "environment"})
     return sorted(found) + [f"{key} has changed" for key in rest if before.get(key) != after.get(key)]
-
-
-def quarantine_older(state: LoopState, before: Taskset, after: Taskset) -> list[str]:
-    """Puts what was made under ``before`` into quarantine where the change to ``after`` breaks it; what broke."""
-    state.quarantined.pop(after.contract_hash, None)
-    broken = breaking_changes(before.contract(), after.contract())
-    if broken:
-        state.quarantined[before.contract_hash] = {"suite": before.suite, "why": "; ".join(broken)}
-    return broken
-
-
-def usable_traces(run: Path) -> Iterator[dict[str, Any]]:
-    """The run's live rollouts that may become tasks or demonstrations, oldest first: those in quarantine are left out.
-
-    Raises:
-        EvergradError: the state or a file of rollouts is broken.
-    """
-    quarantined = read_state(run / "state.json").quarantined
-    for path in sorted((run / "rollouts").glob("live-*.jsonl")):
-        for record in read_rollouts(path):
-            if record.get("contract") and record["contract"] not in quarantined:
-                yield record
 
 
 def _broken(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
