@@ -1,11 +1,16 @@
-"""What holds for all tests: no limit of hypothesis on the clock of a busy machine, and a signing key that is nobody's."""
+"""What holds for all tests: one thread a process, no limit of hypothesis on the clock, a signing key that is nobody's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# The suite runs one process a core. Threads of several torch processes wait for one another by spinning, and a test of
+# half a second then takes twenty. The variable counts when torch is first imported, here and in what tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("evergrad", deadline=None)
 settings.load_profile("evergrad")

@@ -140,7 +140,7 @@ def start(tmp_path: Path) -> Start:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            env={**os.environ, "COLUMNS": "200"},
             preexec_fn=prepare,
         )
         started.append(process)

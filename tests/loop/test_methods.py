@@ -110,11 +110,8 @@ def test_distillation_from_another_model_ends_in_the_same_bits_when_it_was_kille
     assert weights_hash(tmp_path / "one") == weights_hash(tmp_path / "two")
 
 
-# A version of the run is one more worker and takes longer: `make test-slow`.
-A_VERSION = pytest.param('{ version = "t-c1-sft", hint = true }', marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("teacher", ["{ hint = true }", A_VERSION])
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", ["{ hint = true }", '{ version = "t-c1-sft", hint = true }'])
 def test_a_student_learns_from_itself_with_the_answer_at_hand(
     tiny_config: Path, tmp_path: Path, start: Start, teacher: str
 ) -> None:

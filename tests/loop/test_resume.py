@@ -124,6 +124,7 @@ def assert_whole(run: Path) -> None:
     json.loads((run / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in report.json"))
 
 
+@pytest.mark.slow
 def test_of_groups_under_way_none_is_left_out_and_none_comes_twice(tiny_config: Path, start: Start) -> None:
     """With stale tokens allowed, groups wait and run when the controller is killed: bits may differ then, numbers may not."""
     tiny_config.write_text(tiny_config.read_text().replace("steps = 3\n", "steps = 5\nmax_off_policy_steps = 2\n"))

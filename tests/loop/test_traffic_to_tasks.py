@@ -113,6 +113,7 @@ class Customers:
         return self.client.post("/feedback", cast_to=object, body=body)
 
 
+@pytest.mark.slow
 def test_from_a_request_to_a_trained_version_and_back(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def run(config: Path, run_dir: Path, start: Start, addition: str) -> list[dict[s
     return learned_steps(run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_over_tcp_ends_in_the_same_bits(tiny_config: Path, tmp_path: Path, start: Start) -> None:
     mapped = run(tiny_config, tmp_path / "mapped", start, "")
     travelled = run(tiny_config, tmp_path / "travelled", start, TCP)

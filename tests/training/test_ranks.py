@@ -151,7 +151,8 @@ def test_several_updates_over_two_ranks_are_those_of_one(model_folder: Path) -> 
             torch.testing.assert_close(tensor, expected_weights[name], rtol=0.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_in_float32_the_gradient_is_the_same_however_it_is_cut_and_shared_out(
     model_folder: Path, tmp_path: Path, method: str
 ) -> None:
