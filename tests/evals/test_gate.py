@@ -27,6 +27,7 @@ from evergrad.evals import (
     report_hash,
     trials_of,
 )
+from evergrad.evals.statistics import tango_interval
 from evergrad.types import EvalReport, Verdict, strict_json
 
 SUITE, GUARD = "desk@v2/gate", "desk@v1/gate"
@@ -58,7 +59,7 @@ def test_a_clear_gain_is_promoted_with_all_its_numbers() -> None:
     evidence = verdict.evidence
     assert (evidence["n"], evidence["wins"], evidence["losses"], evidence["test"]) == (400, 70, 30, "exact McNemar")
     assert evidence["delta"] == pytest.approx(0.1)
-    assert evidence["ci95"] == pytest.approx([0.05199, 0.14801], abs=5e-6)
+    assert (evidence["interval"], evidence["ci95"]) == ("Tango score", pytest.approx(tango_interval(70, 30, 400)))
     assert evidence["p_value"] == pytest.approx(7.850e-5, abs=5e-9)
     assert evidence["alpha"] == 0.05
     assert evidence["reports"]["candidate"] == {SUITE: report_hash(candidate[SUITE])}

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evergrad.evals import (
@@ -20,7 +20,7 @@ from evergrad.evals import (
     sign_flip_p,
     wilson_interval,
 )
-from evergrad.evals.statistics import superiority_p
+from evergrad.evals.statistics import Z95, superiority_p, tango_interval
 
 
 def arms(wins: int, losses: int, n: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -163,7 +163,37 @@ def test_bootstrap_of_clusters_covers_the_mean() -> None:
         assert name == "cluster bootstrap"
         assert (low, high) == pytest.approx(pairs.ci95, abs=0.02), "about that of the clustered standard error"
     assert 0.90 <= covered / 150 <= 0.99
-    assert gain_interval(paired_difference(*arms(70, 30, 400))) == ("normal", pytest.approx((0.05199, 0.14801), abs=5e-6))
+    assert gain_interval(paired_difference(*arms(70, 30, 400))) == ("Tango score", tango_interval(70, 30, 400))
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 200))
+def test_the_score_interval_holds_what_the_score_test_does_not_reject(wins: int, losses: int, ties: int) -> None:
+    n = wins + losses + ties
+    assume(n > 0)
+    low, high = tango_interval(wins, losses, n)
+    assert -1 <= low < high <= 1
+    assert low <= (wins - losses) / n <= high
+    assert tango_interval(losses, wins, n) == pytest.approx((-high, -low), abs=1e-6)
+    if wins == losses == 0:
+        assert high == pytest.approx(Z95**2 / (n + Z95**2)), "its closed form"
+    # The other way round: of all shares of losses that go with a difference at the end, the likeliest gives that score.
+    if wins and losses:
+        possible = np.linspace(max(0.0, -low), (1 - low) / 2, 20_000)[1:-1]
+        chances = wins * np.log(possible + low) + losses * np.log(possible) + ties * np.log(1 - 2 * possible - low)
+        likeliest = possible[chances.argmax()]
+        z = (wins - losses - n * low) / math.sqrt(n * (2 * likeliest + low - low * low))
+        assert z == pytest.approx(Z95, abs=0.05)
+
+
+def test_the_score_interval_covers_where_the_normal_one_does_not() -> None:
+    draws, n = np.random.default_rng(3), 48
+    covered, normal = 0, 0
+    for wins, losses, _ in draws.multinomial(n, [0.93, 0.01, 0.06], size=2000):
+        pairs = paired_difference(*arms(int(wins), int(losses), n))
+        low, high = tango_interval(int(wins), int(losses), n)
+        covered += low <= 0.92 <= high
+        normal += pairs.ci95[0] <= 0.92 <= pairs.ci95[1]
+    assert covered / 2000 >= 0.94 > normal / 2000
 
 
 def test_sign_flips_agree_with_mcnemar_on_binary_differences() -> None:
