@@ -80,7 +80,7 @@ def test_reports_read_back_from_json_give_the_same_verdict() -> None:
 
 def test_chance_ties_falls_and_small_gains_are_refused() -> None:
     refused(gate(*pair(12, 6, 100)), "one-sided p (exact McNemar) 0.119, level 0.00547 (saffron): not shown to be better")
-    refused(gate(*pair(30, 30, 100)), "30 wins, 30 losses of 100: tied")
+    refused(gate(*pair(30, 30, 100)), "30 won, 30 lost of 100: tied")
     refused(gate(*pair(0, 0, 100)), "tied; the incumbent already scores 1.000: nothing to gain, it goes on serving")
     refused(gate(*pair(30, 70, 400)), "the mean score falls by 0.1000")
     refused(gate(*pair(70, 30, 400), GateConfig(min_delta=0.11)), "the gain of 0.1000 is below the preset 0.11")
@@ -186,7 +186,7 @@ def test_the_primary_suite_can_be_chosen() -> None:
     swapped = gate({GUARD: candidate[GUARD], SUITE: candidate[SUITE]}, incumbent, primary=SUITE)
     assert swapped.promote
     assert swapped.evidence["primary"] == SUITE
-    refused(gate(candidate, incumbent, primary=GUARD), "desk@v1/gate: 0 wins, 0 losses of 96: tied")
+    refused(gate(candidate, incumbent, primary=GUARD), "desk@v1/gate: 0 won, 0 lost of 96: tied")
 
 
 def test_small_losses_add_up_against_a_frozen_anchor() -> None:

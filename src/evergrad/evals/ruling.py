@@ -167,7 +167,7 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
         "holdout": {"suite_hash": after.suite_hash, "uses_before": uses, "looks_by_hand": looks},
         "slices": {"before": before.slice_means(), "after": after.slice_means()},
     }
-    told = f"{suite}: {pairs.wins} wins, {pairs.losses} losses of {pairs.n}"
+    told = f"{suite}: {pairs.wins} won, {pairs.losses} lost of {pairs.n}"
     # A mean of differences that cancel out is zero up to rounding only.
     tied = abs(pairs.delta) < 1e-12
     place = _rule_series(ruling, told, pairs, tied)
