@@ -121,7 +121,7 @@ def forest_attention(
     ``forest_plans`` is handed to the model's ``forward``, which passes it on to every layer.
     """
     if dropout or softcap is not None:
-        raise NotImplementedError("attention dropout and soft-capping are not supported in training")
+        raise NotImplementedError("its attention has dropout or a soft cap on scores")
     output = _ForestAttention.apply(query[0], key[0], value[0], forest_plans.for_window(sliding_window), scaling)  # type: ignore[no-untyped-call]
     return output.transpose(0, 1).unsqueeze(0), None
 

@@ -18,6 +18,7 @@ from evergrad.training.layers import write_out_backward
 from evergrad.training.logprobs import chosen_logprobs
 from evergrad.types import TrainingSample
 
+_OTHERS = "use a model of the Llama, Mistral, Qwen 2, Qwen 3 or Gemma 3 family"
 _CHECK_TOKENS = 24
 _CHECK_TRUNK = 10
 _CHECK_TOLERANCE = 1e-3
@@ -124,13 +125,11 @@ def _require_faithful(model: Any, samples: Sequence[TrainingSample], expected: T
     try:
         ours = _forest_logprobs(partial(score_forest, model), samples)
     except (NotImplementedError, TypeError, AttributeError) as error:
-        raise TrainerError(f"this architecture cannot be trained here: {error}", where=path) from error
+        raise TrainerError(f"this architecture cannot be trained here: {error}", where=path, hint=_OTHERS) from error
     tolerance = _CHECK_TOLERANCE if model.dtype in (torch.float32, torch.float64) else 0.25
     difference = float((torch.tensor(ours) - expected).abs().max())
     if not difference <= tolerance:
-        raise TrainerError(
-            f"log-probabilities differ from transformers' own by {difference:.2g}", where=path, hint="use another architecture"
-        )
+        raise TrainerError(f"log-probabilities differ from transformers' own by {difference:.2g}", where=path, hint=_OTHERS)
 
 
 def _check_samples(vocab_size: int) -> list[TrainingSample]:
@@ -154,7 +153,7 @@ def _own_logprobs(model: Any, samples: Sequence[TrainingSample], path: str) -> T
         device = model.get_output_embeddings().weight.device
         logits = model(input_ids=token_ids.to(device), use_cache=False).logits.float().cpu()
     except (NotImplementedError, TypeError, AttributeError) as error:
-        raise TrainerError(f"this architecture cannot be trained here: {error}", where=path) from error
+        raise TrainerError(f"this architecture cannot be trained here: {error}", where=path, hint=_OTHERS) from error
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
     return torch.log_softmax(logits[:, :-1], -1).gather(2, token_ids[:, 1:, None]).squeeze(2)
