@@ -48,10 +48,10 @@ from evergrad.types import TrainingBatch, TrainingSample
 class Trainer:
     """Owns the model that learns, its optimizer, and its place in the run.
 
-    Sets torch's number of threads when the configuration names one; on a CPU the whole process keeps the memory that it frees
-    (see :func:`~evergrad.transfer.process.keep_freed_memory`). The same batches in the same order from the same
-    checkpoint give the same weights bit for bit on the CPUs of one machine with one number of threads and ranks. On a GPU they
-    agree to rounding: some of its kernels add up in an order that is free.
+    Seeds torch's generator, and sets its number of threads when the configuration names one; on a CPU the whole process keeps
+    the memory that it frees (see :func:`~evergrad.transfer.process.keep_freed_memory`). The same batches in the same order
+    from the same checkpoint give the same weights bit for bit on the CPUs of one machine with one number of threads and ranks.
+    On a GPU they agree to rounding: some of its kernels add up in an order that is free.
 
     With ``config.ranks`` above 1 this process is the first rank: it starts the others, which do what is asked of it, and
     :meth:`close` ends them. Make it on a thread that lives as long. When a rank dies, what is under way and whatever is asked
@@ -81,6 +81,8 @@ class Trainer:
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(max(1, config.threads // config.ranks))
+        # Nothing draws from it today; what a checkpoint holds is then the same on every rank and in every process.
+        torch.manual_seed(config.seed)
         self._device = self._ranks.device(config.device)
         if self._device.type == "cpu":
             keep_freed_memory()

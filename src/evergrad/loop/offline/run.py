@@ -20,8 +20,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evergrad.config import load_config
 from evergrad.ledger import Ledger, PhaseClock, PriceBook
 from evergrad.loop._folder import write_json
@@ -106,8 +104,6 @@ class _Run:
         )
         self.loss = config.loss()
         with self.clock.phase("setup"), quiet_transformers():
-            # Nothing draws from it today; what a checkpoint holds is then the same in every process.
-            torch.manual_seed(config.seed)
             self.trainer = Trainer(_trainer_config(config))
             open_things.callback(self.trainer.close)
             self._references = self._reference()
