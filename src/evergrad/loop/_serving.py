@@ -5,6 +5,8 @@ Consumes the alias; waits for a promotion to load; every load ends in a proof, o
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from evergrad.registry import Registry
 from evergrad.types import EvergradError, ModelVersion
 
 PRODUCTION = "production"
+DEATH_TAKES_S = 2.0
+"""At most, from the first request that a dying engine refuses to the end of its process."""
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Serving:
     def __init__(self, placement: LocalPlacement, config: EngineConfig, registry: Registry, root: Path) -> None:
         self._placement, self._config, self._registry, self._root = placement, config, registry, root
         self._client: EngineClient | None = None
+        self._worker: Worker | None = None
         self.version: ModelVersion | None = None
         self.standby: Standby | None = None
 
@@ -56,8 +61,8 @@ class Serving:
         if self.version is not None and self.version.version_id == version.version_id:
             return self.version
         if self._client is None:
-            worker = await self._placement.start("serving", "evergrad.inference", self._config)
-            self._client = EngineClient(worker.base_url, worker.token)
+            self._worker = await self._placement.start("serving", "evergrad.inference", self._config)
+            self._client = EngineClient(self._worker.base_url, self._worker.token)
         await self._load(version)
         try:
             await require_probe(version.metadata.get("probe"), self._client, f"serving {version.version_id}")
@@ -67,6 +72,16 @@ class Serving:
             raise
         self.version = version
         return version
+
+    async def require_alive(self) -> None:
+        """For when requests have failed: an engine that is killed refuses them a moment before its process is gone.
+
+        Raises:
+            WorkerDied: it was the engine.
+        """
+        assert self._worker is not None, "nothing is promoted yet"
+        with suppress(TimeoutError):
+            raise await asyncio.wait_for(self._worker.died(), DEATH_TAKES_S)
 
     async def stand_by(self, version: ModelVersion) -> Standby:
         """Holds ``version`` in a second engine, which proves that it does; the serving engine is not touched.

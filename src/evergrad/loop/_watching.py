@@ -17,7 +17,7 @@ from evergrad.loop.decisions import Decision
 from evergrad.loop.pausing import Paused, request_pause
 from evergrad.loop.quarantine import breaking_changes
 from evergrad.loop.triggers import Live, drift_of, fired
-from evergrad.types import Rollout
+from evergrad.types import Outcome, Rollout
 
 REFERENCE_TASKS = 96
 """Of the environment's own requests, with which those of customers are compared."""
@@ -60,10 +60,17 @@ def _wait_for_repair(session: Session, why: str) -> None:
 
 
 async def serve_traffic(session: Session, settings: Mapping[str, Any], requests: int, *, check: int) -> list[Rollout]:
-    """Plays ``requests`` customers against the serving endpoint; every one becomes a live rollout on record."""
+    """Plays ``requests`` customers against the serving endpoint; every one becomes a live rollout on record.
+
+    Raises:
+        WorkerDied: the engine ended meanwhile; the check is made again when it is back.
+    """
     name = f"live-{session.state.cycle:03d}-{check:03d}"
     with session.clock.phase("serve"):
-        return await play(session, settings, requests, session.serving.client, name=name, source="live")
+        rollouts = await play(session, settings, requests, session.serving.client, name=name, source="live")
+        if any(rollout.outcome is Outcome.ENVIRONMENT_FAULT for rollout in rollouts):
+            await session.serving.require_alive()
+    return rollouts
 
 
 def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str]:
