@@ -118,6 +118,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     second = make_adapter(base, tmp_path / "second", 3, ("k_proj", "up_proj", "o_proj"), r=2, use_rslora=True)
     engine = make_engine(base)
     assert engine.notice is None
+    assert (engine.model.decoder is not None) == (not family.startswith("gemma"))
     engine.add_adapter(engine.read_adapter("first", first))
     engine.add_adapter(engine.read_adapter("second", second))
     before = {None: reference_of(base), "first": tuned_reference(base, first), "second": tuned_reference(base, second)}
