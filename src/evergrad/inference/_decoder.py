@@ -1,8 +1,8 @@
 """The Llama family's layers in few operations, for a CPU in float32: the values of transformers' definition, at less expense.
 
 A decoding step has a few dozen rows. At that size most of what is not a matrix product is the price of making a tensor and of
-starting an operation, not of the arithmetic; transformers' definition makes about fifty small tensors a layer. This one works
-in place: residuals are added where they are, a norm writes into one buffer of the step, rotations and gates into their own
+starting an operation, not of the arithmetic, and transformers' definition has some sixty operations a layer. This one works in
+place: residuals are added where they are, a norm writes into one buffer of the step, rotations and gates into their own
 products. It is for what :func:`recognize` knows; any other model is computed by its own definition.
 
 Shape letters: T tokens of the step, W tokens whose logits are wanted, H query heads, G key-value heads, D head size, E width of
@@ -22,7 +22,7 @@ from evergrad.inference._attention import PagedCache
 
 
 def recognize(module: nn.Module, cache: PagedCache) -> Decoder | None:
-    """A decoder over the module's own layers and weights, or None where it is not one of the family, or not in float32 on a CPU.
+    """A decoder over the module's own layers and weights; None where it is not one of the family, or not in float32 on a CPU.
 
     Classes are compared, not names of attributes: a class that is derived from one of these may compute anything.
     """
@@ -129,7 +129,7 @@ def _rms_norm(rows: torch.Tensor, norm: Any, out: torch.Tensor) -> torch.Tensor:
 
     Zhang and Sennrich 2019, arXiv 1910.07467. On a CPU ``torch.rms_norm`` is seven operations, each with its own tensor.
     """
-    # eps belongs to the mean: (s/n + eps)^-1/2 = √n · (s + n·eps)^-1/2, and √n goes to the few, not to the rows.
+    # One pass over the rows for all their norms; what follows is one number a row.
     scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     scale.square_().mul_(1.0 / rows.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
     return torch.mul(rows, scale, out=out).mul_(norm.weight)

@@ -80,7 +80,7 @@ class Draws:
         index = torch.tensor(rows, dtype=torch.long, device=self._sums.device)
         token = torch.tensor(tokens, dtype=torch.long, device=self._sums.device)
         weights = self._weights.view(len(self._weights), -1)
-        # From the logits, since a weight that is zero by rounding has no logarithm; a heavy token says what the row's are off by.
+        # From the logits, since a weight that is zero by rounding has no logarithm; relative to a token that has one.
         heavy = self._heavy()[index]
         scores = (self._logits[index, token].double() - self._logits[index, heavy].double()) / self._divisors[index]
         if self._truncates:

@@ -1,5 +1,4 @@
-"""What a process asks of its system: to end with its parent, to keep the memory that it frees, in large pages, and the cores for
-one thread."""
+"""What a process asks of its system: to end with its parent, to keep freed memory, large pages, the cores for one thread."""
 
 from __future__ import annotations
 
