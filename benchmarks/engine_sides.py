@@ -116,14 +116,12 @@ class Transformers:
             output = self._model.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
-                generation_config=_generation(samples, new_tokens),
-                output_logits=True,
-                return_dict_in_generate=True,
+                generation_config=_generation(samples, new_tokens, output_logits=True, return_dict_in_generate=True),
             )
             # What a trainer needs of it: the log-probability of each token that was drawn.
             drawn = output.sequences[:, inputs.shape[1] :]
-            logits = torch.stack(output.logits, dim=1)
-            torch.log_softmax(logits, dim=-1).gather(2, drawn[..., None])
+            for place, logits in enumerate(output.logits):
+                torch.log_softmax(logits, dim=-1).gather(1, drawn[:, place, None])
         seconds = time.perf_counter() - started
         assert drawn.shape == (len(prompts) * samples, new_tokens)
         return seconds
@@ -149,7 +147,7 @@ class ContinuousBatching:
         return seconds
 
 
-def _generation(samples: int, new_tokens: int) -> Any:
+def _generation(samples: int, new_tokens: int, **further: Any) -> Any:
     from transformers import GenerationConfig
 
     return GenerationConfig(
@@ -161,6 +159,7 @@ def _generation(samples: int, new_tokens: int) -> Any:
         num_return_sequences=samples,
         eos_token_id=None,
         pad_token_id=0,
+        **further,
     )
 
 

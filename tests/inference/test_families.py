@@ -15,6 +15,7 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -23,6 +24,10 @@ from transformers import (
 )
 
 from evergrad.inference import EngineConfig, EngineError
+from evergrad.inference._attention import PagedCache
+from evergrad.inference._decoder import recognize
+from evergrad.inference._rows import Distribution, Row
+from evergrad.inference._schedule import Chunk
 from evergrad.inference.engine import Engine, Request, RequestError
 from evergrad.transfer import TransferError, load_tensors, merged_tensors, save_tensors
 from evergrad.types import Sampling
@@ -53,6 +58,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SHAPE, sliding_window=12, query_pre_attn_scalar=16),
     "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=12, query_pre_attn_scalar=16),
 }
+
+OWN = [family for family in FAMILIES if not family.startswith("gemma")]
+"""Those whose layers the engine computes by a definition of its own."""
 
 
 def make_folder(folder: Path, config: PretrainedConfig, seed: int) -> Path:
@@ -118,6 +126,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     second = make_adapter(base, tmp_path / "second", 3, ("k_proj", "up_proj", "o_proj"), r=2, use_rslora=True)
     engine = make_engine(base)
     assert engine.notice is None
+    assert (engine.model.decoder is not None) == (family in OWN)
     engine.add_adapter(engine.read_adapter("first", first))
     engine.add_adapter(engine.read_adapter("second", second))
     before = {None: reference_of(base), "first": tuned_reference(base, first), "second": tuned_reference(base, second)}
@@ -145,6 +154,44 @@ def test_preemption_keeps_every_token(tmp_path: Path, family: str) -> None:
         done = results[str(index), 0]
         assert len(done.token_ids) == 25
         assert worst_error(models["a" if index % 2 else None], prompt_of(20, seed=index // 2), done, 0.8) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_the_own_definition_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
+    """Logits of pieces of several prompts in one step, whichever of them are wanted, with and without an adapter."""
+    engine = make_engine(make_folder(tmp_path / "base", FAMILIES[family], 0))
+    adapter = engine.read_adapter("a", make_adapter(tmp_path / "base", tmp_path / "a", 2))
+    engine.add_adapter(adapter)
+    model, own = engine.model, engine.model.decoder
+    chunks = []
+    for index, (start, end) in enumerate([(0, 9), (0, 1), (7, 20)]):
+        row = Row(list(prompt_of(30, seed=index)), 30, Distribution(1.0, 1.0, 0), [], (0, "", 0, 0), adapter if index else None)
+        row.add_blocks(list(range(4 * index, 4 * index + 4)), 8)
+        if start:
+            model.forward([Chunk(row, 0, start)], [])
+        chunks.append(Chunk(row, start, end))
+    for wanted in ([], [8], [0, 9, 21, 22], list(range(23))):
+        model.decoder = own
+        found = model.forward(chunks, wanted)
+        model.decoder = None
+        expected = model.forward(chunks, wanted)
+        assert found.shape == expected.shape == (len(wanted), VOCABULARY)
+        assert torch.allclose(found, expected, atol=TOLERANCE)
+
+
+def test_what_is_not_known_to_be_of_the_family_is_left_to_its_own_definition(tmp_path: Path) -> None:
+    class Derived(LlamaForCausalLM):
+        """May compute anything."""
+
+    cache = PagedCache(3, 64, 2, 16, torch.float32, torch.device("cpu"))
+    assert recognize(LlamaForCausalLM(LlamaConfig(**SHAPE)), cache) is not None
+    assert recognize(Derived(LlamaConfig(**SHAPE)), cache) is None
+    assert recognize(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), cache) is None
+    half = PagedCache(3, 64, 2, 16, torch.bfloat16, torch.device("cpu"))
+    assert recognize(LlamaForCausalLM(LlamaConfig(**SHAPE)), half) is None
+    engine = make_engine(make_folder(tmp_path / "gelu", LlamaConfig(**SHAPE, hidden_act="gelu"), 0))
+    (done,) = ask(engine, prompt_of(20), Sampling(max_tokens=8, seed=1))
+    assert worst_error(reference_of(tmp_path / "gelu"), prompt_of(20), done) < TOLERANCE
 
 
 @pytest.fixture(scope="module")

@@ -94,16 +94,15 @@ class PagedCache:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
     ) -> torch.Tensor:
-        """One layer: writes ``key`` and ``value`` [1, G, T, D], then answers ``query`` [1, H, T, D] with [1, T, H, D]."""
+        """One layer: writes ``key`` and ``value`` [T, G, D], then answers ``query`` [T, H, D] with the same shape."""
         plan, memory = self.plan, self.memory[layer]
         if plan is None:
             raise EngineError("attention was called outside a step")
-        memory.index_copy_(0, plan.new_slots, torch.stack((key[0], value[0])).permute(2, 0, 1, 3))
-        num_heads, num_tokens, head_dim = query.shape[1:]
-        flat = query[0].transpose(0, 1)
-        answers = [_answer(call, flat, memory, scale, **options) for call in plan.calls]
+        memory[:, 0].index_copy_(0, plan.new_slots, key)
+        memory[:, 1].index_copy_(0, plan.new_slots, value)
+        answers = [_answer(call, query, memory, scale, **options) for call in plan.calls]
         joined = answers[0] if len(answers) == 1 else torch.cat(answers)
-        return joined.index_select(0, plan.restore).view(1, num_tokens, num_heads, head_dim)
+        return joined.index_select(0, plan.restore)
 
 
 def paged_attention(
@@ -118,13 +117,17 @@ def paged_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls in every layer; the module carries its engine's cache as ``paged_cache``."""
+    """The function that transformers calls in every layer, with one row [1, H, T, D] that is the whole step.
+
+    The module carries its engine's cache as ``paged_cache``. Answers [1, T, H, D].
+    """
     if kwargs.get("s_aux") is not None:
         raise EngineError("this model's attention has sinks, which the engine does not know")
     cache: PagedCache = module.paged_cache  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return cache.attend(layer, query, key, value, scale, window=sliding_window, softcap=softcap), None
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return cache.attend(layer, query, key, value, scale, window=sliding_window, softcap=softcap)[None], None
 
 
 def plan_step(chunks: Sequence[Chunk], device: torch.device, with_windows: bool) -> StepPlan:
@@ -166,10 +169,10 @@ def chunks_positions(chunks: Sequence[Chunk]) -> np.ndarray:
 
 
 def _worth_joining(family: _Family, num_tokens: int, length: int, shared: int) -> bool:
-    # Joining saves reading the shared tokens again, and costs scores that the mask then discards. A score of all heads is
-    # about half as dear as reading one token's keys and values.
+    # Joining saves reading the shared tokens again, and costs scores that the mask then discards. In a step, which leaves no
+    # keys and values in a cache of the processor, reading one token's is eight times as dear as a score of all its heads.
     wasted = num_tokens * (family.num_context - shared) + family.num_tokens * (length - shared)
-    return 2 * shared > wasted
+    return 8 * shared > wasted
 
 
 def _join(family: _Family, tokens: np.ndarray, slots: np.ndarray, shared: int) -> None:

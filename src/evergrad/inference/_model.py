@@ -19,6 +19,7 @@ from torch import nn
 from evergrad.config import nearest
 from evergrad.inference._adapters import Adapter, AdapterLayers
 from evergrad.inference._attention import ATTENTION_NAME, PagedCache, chunks_positions, paged_attention, plan_step
+from evergrad.inference._decoder import Decoder, recognize
 from evergrad.inference._linear import PackedLinear, can_pack, pack
 from evergrad.inference._rows import Row
 from evergrad.inference._schedule import Chunk
@@ -70,6 +71,8 @@ class Model:
         """By canonical name of their weight."""
         self._replaced: frozenset[str] = frozenset()
         """Tensors that are live and not the base's."""
+        self.decoder: Decoder | None = None
+        """What computes a step in place of transformers' definition, where it can."""
         self._attach(config)
 
     @property
@@ -85,14 +88,14 @@ class Model:
     def forward(self, chunks: Sequence[Chunk], wanted: list[int]) -> torch.Tensor:
         """Logits [len(wanted), V] after the tokens at the places ``wanted`` of the flat batch of all chunks."""
         self.adapters.plan(chunks, wanted, self.device)
+        token_ids = torch.tensor([token for chunk in chunks for token in chunk.token_ids], device=self.device)
+        positions = torch.as_tensor(chunks_positions(chunks), device=self.device)
         self.cache.plan = plan_step(chunks, self.device, self.has_windows)
         try:
-            output = self._module(
-                input_ids=torch.tensor([[token for chunk in chunks for token in chunk.token_ids]], device=self.device),
-                position_ids=torch.as_tensor(chunks_positions(chunks), device=self.device)[None],
-                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
-                use_cache=False,
-            )
+            if self.decoder is not None:
+                return self.decoder.forward(token_ids, positions, wanted)
+            keep = torch.tensor(wanted, dtype=torch.long, device=self.device)
+            output = self._module(input_ids=token_ids[None], position_ids=positions[None], logits_to_keep=keep, use_cache=False)
         finally:
             self.cache.plan = None
         logits: torch.Tensor = output.logits[0]
@@ -208,6 +211,7 @@ class Model:
                 hint="only models whose every layer is standard attention can be served",
             )
         self._pack_layers()
+        self.decoder = recognize(self._module, self.cache)
 
     @torch.inference_mode()
     def _pack_layers(self) -> None:

@@ -35,8 +35,6 @@ class Draws:
             logits = logits.clone()
             for row, tokens in allowed.items():
                 logits[row].masked_fill_(~tokens.to(logits.device), float("-inf"))
-        num_rows, vocabulary = logits.shape
-        num_chunks = -(-vocabulary // _CHUNK)
         self._greedy = [one.temperature == 0.0 for one in distributions]
         self._logits = logits
         self._divisors = torch.tensor([one.temperature or 1.0 for one in distributions], device=logits.device)
@@ -48,12 +46,11 @@ class Draws:
             kept = _truncate(scores[cut], [distributions[row] for row in cut])
             scores = scores.index_copy(0, torch.tensor(cut, device=logits.device), kept)
         self._truncates = bool(cut)
-        self._largest = scores.amax(dim=-1)
-        # Padded to whole chunks by tokens without weight.
-        weights = torch.empty((num_rows, num_chunks * _CHUNK), device=logits.device)
-        weights[:, vocabulary:] = float("-inf")
-        torch.sub(scores, self._largest[:, None], out=weights[:, :vocabulary])
-        self._weights = weights.exp_().view(num_rows, num_chunks, _CHUNK)
+        # In one pass; not relied on to sum to one. Padded to whole chunks by tokens without weight.
+        weights = torch.softmax(scores, dim=-1)
+        if missing := -weights.shape[1] % _CHUNK:
+            weights = torch.nn.functional.pad(weights, (0, missing))
+        self._weights = weights.view(len(weights), -1, _CHUNK)
         # [R, C], running sums of the chunks' weights in double precision.
         self._sums = self._weights.sum(dim=-1).double().cumsum(dim=-1)
         total = self._sums[:, -1]
@@ -82,14 +79,22 @@ class Draws:
         """Natural-log probability of ``tokens[i]`` in row ``rows[i]``; −inf for what was cut off."""
         index = torch.tensor(rows, dtype=torch.long, device=self._sums.device)
         token = torch.tensor(tokens, dtype=torch.long, device=self._sums.device)
-        # From the logits, since a weight that is zero by rounding has no logarithm.
-        scores = self._logits[index, token].double() / self._divisors[index] - self._largest[index]
-        kept = self._weights.view(len(self._weights), -1)[index, token] > 0 if self._truncates else None
-        if kept is not None:
-            scores = scores.masked_fill(~kept, float("-inf"))
+        weights = self._weights.view(len(self._weights), -1)
+        # From the logits, since a weight that is zero by rounding has no logarithm; relative to a token that has one.
+        heavy = self._heavy()[index]
+        scores = (self._logits[index, token].double() - self._logits[index, heavy].double()) / self._divisors[index]
+        if self._truncates:
+            scores = scores.masked_fill(weights[index, token] == 0, float("-inf"))
         # A rounding above zero would be a probability above one.
-        found: list[float] = (scores - self._sums[index, -1].log()).clamp(max=0.0).tolist()
+        base = weights[index, heavy].double().log() - self._sums[index, -1].log()
+        found: list[float] = (scores + base).clamp(max=0.0).tolist()
         return found
+
+    def _heavy(self) -> torch.Tensor:
+        """[R] a token of each row whose weight is far from zero: the heaviest of the heaviest chunk."""
+        rows = torch.arange(len(self._sums), device=self._sums.device)
+        chunk = self._sums.diff(dim=-1, prepend=torch.zeros_like(self._sums[:, :1])).argmax(dim=-1)
+        return chunk * _CHUNK + self._weights[rows, chunk].argmax(dim=-1)
 
 
 def _first_above(sums: torch.Tensor, aims: torch.Tensor) -> torch.Tensor:
