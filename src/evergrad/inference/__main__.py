@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from evergrad.inference.config import EngineConfig, EngineError
-from evergrad.transfer.process import in_passing_thread, keep_freed_memory, prefer_large_pages
-from evergrad.transfer.worker import announce, pick_device, run_worker
+from evergrad.transfer.process import in_passing_thread
+from evergrad.transfer.worker import announce, run_worker
 
 
 def main() -> int:
@@ -36,9 +36,6 @@ def _serve(config: EngineConfig, listener: socket.socket) -> None:
         deaths.append(error)
         http.should_exit = True
 
-    if pick_device(config.device).type == "cpu":
-        keep_freed_memory()
-        prefer_large_pages()
     # Loading computes, too; from here on only the thread that steps the engine may.
     engine = in_passing_thread(lambda: Engine(config))
     if engine.notice is not None:

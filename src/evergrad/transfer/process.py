@@ -1,4 +1,4 @@
-"""What a process asks of its system: to end with its parent, to keep freed memory, large pages, the cores for one thread."""
+"""What a process asks of its system: to end with its parent, to keep the memory that it frees, and the cores for one thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-_MADV_HUGEPAGE = 14
-_LARGE_PAGE = 2 << 20
-"""Bytes; what it is on most systems. Where pages are larger still, the system rounds by itself."""
 
 
 def die_with_parent() -> None:
@@ -49,29 +46,6 @@ def keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_MAX, 0)  # no block is a mapping of its own, which is gone as soon as it is freed
         mallopt(_M_TRIM_THRESHOLD, -1)
-
-
-def prefer_large_pages() -> None:
-    """Asks for pages of 2 MB wherever the allocator's pool grows next, up to half of the machine's memory.
-
-    A product of few rows reads each weight once, and waits for memory whenever it comes to the end of a page of 4 kB, where the
-    processor stops reading ahead and has to look up the next one. Nothing is taken before it is used, and the system falls
-    back to small pages where it has no large ones. Does nothing without :func:`keep_freed_memory`, which comes first: what
-    the pool gives back to the system comes back without the advice.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    # The pool grows by a block this large, which gets the advice, goes back to it, and is what it gives out from then on.
-    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    block = libc.malloc(num_bytes)
-    if block is not None:
-        start = -(-block // _LARGE_PAGE) * _LARGE_PAGE
-        libc.madvise(start, block + num_bytes - start, _MADV_HUGEPAGE)
-        libc.free(block)
 
 
 def in_passing_thread(function: Callable[[], T]) -> T:
