@@ -19,7 +19,7 @@ RUNS := runs
 .DEFAULT_GOAL := help
 .PHONY: help setup check format test test-slow test-trl test-vllm docs clean \
   demo demo-short demo-perpetual demo-seeds demo-control \
-  bench-engine bench-forecast bench-gate bench-learn bench-rollouts bench-router bench-train bench-transfer bench-turns
+  gpu-check bench-engine bench-forecast bench-gate bench-learn bench-rollouts bench-router bench-train bench-transfer bench-turns
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -120,6 +120,9 @@ bench-train: $(READY)  ## Our optimizer step against TRL's on the same batch (in
 bench-learn: $(READY)  ## Time to the same success, ours against TRL's (installs the extra trl first); one line of JSON
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
 	$(BIN)/python -m benchmarks.bench_learn
+
+gpu-check: $(READY)  ## What has to be seen on a CUDA GPU, five minutes at most; without one, its rehearsal on the CPU; one line of JSON
+	$(BIN)/python -m benchmarks.gpu_check
 
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py
