@@ -110,7 +110,8 @@ bench-gate: $(READY)  ## The gate's promises over long series, by simulation; on
 bench-router: $(READY)  ## Our router against three other rules, 16 simulated replicas, 2,000 sessions; one line of JSON
 	$(BIN)/python -m benchmarks.bench_router
 
-bench-transfer: $(READY)  ## Half a gigabyte of weights into an engine: shared memory against memcpy, sparse against dense; one line of JSON
+bench-transfer: $(READY)  ## Half a gigabyte of weights into an engine, against memcpy; TCP and NIXL (installs the extra nixl first); one line of JSON
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,nixl]'
 	$(BIN)/python -m benchmarks.bench_transfer
 
 bench-train: $(READY)  ## Our optimizer step against TRL's on the same batch (installs the extra trl first); one line of JSON

@@ -176,7 +176,7 @@ async def decode_on(client: EngineClient) -> None:
 
 
 async def decode(client: EngineClient, new_tokens: int) -> None:
-    prompts = [[3 + (7919 * (row + 1) * place) % 40_000 for place in range(1, PROMPT_TOKENS + 1)] for row in range(ROWS)]
+    prompts = [[3 + (7919 * (row + 1) * place) % 500 for place in range(1, PROMPT_TOKENS + 1)] for row in range(ROWS)]
     settings = [Sampling(max_tokens=new_tokens, seed=row) for row in range(ROWS)]
     await asyncio.gather(*(client(prompt, sampling) for prompt, sampling in zip(prompts, settings, strict=True)))
 
