@@ -6,7 +6,7 @@ import pytest
 import torch
 import xxhash
 
-from evergrad.transfer.proof import all_finite, checksum, checksum_and_finite, side_by_side
+from evergrad.transfer.proof import all_finite, checksum, checksum_and_finite, copy_and_checksum, side_by_side
 
 SIZES = [0, 1, 7, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 300_000]
 
@@ -31,6 +31,16 @@ def test_one_odd_value_anywhere_is_found(dtype: torch.dtype, value: float, place
     assert not all_finite(tensor)
     assert not checksum_and_finite(tensor)[1]
     assert not all_finite(tensor.view(400, 500).t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_copy_and_its_checksum(size: int, dtype: torch.dtype) -> None:
+    source = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    for tensor in (source, source.to(dtype), source.view(-1, 1).expand(-1, 2)):
+        target = torch.zeros(tensor.shape, dtype=dtype)
+        assert copy_and_checksum(tensor, target) == checksum(target)
+        assert torch.equal(target, tensor.to(dtype))
 
 
 def test_the_largest_values_there_are_pass() -> None:

@@ -45,7 +45,6 @@ def test_versions_alternate_between_slots_and_arrive_without_a_copy(publisher: S
             assert receiver.policy_version == version
             assert versions_in(receiver.tensors()) == {float(version)}
             assert manifest.num_bytes == 3 * 5 * 4 + 7 * 2 + 2 * 2 * 4
-            assert 0 < manifest.moved_s <= manifest.seconds
             address = publisher.views(manifest.slot)["a.weight"].data_ptr() % 4096
             assert receiver.tensors()["a.weight"].data_ptr() % 4096 == address
 

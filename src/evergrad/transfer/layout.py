@@ -115,8 +115,6 @@ class Manifest:
     layout_hash: str
     seconds: float = 0.0
     """From the first byte written to the last one sealed."""
-    moved_s: float = 0.0
-    """Of these, until the last byte was written; checksums take the rest."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "checksums": dict(self.checksums)}
@@ -136,7 +134,6 @@ class Manifest:
                 int(data["num_bytes"]),
                 str(data["layout_hash"]),
                 float(data.get("seconds", 0.0)),
-                float(data.get("moved_s", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise TransferError(f"not a manifest: {error!r}") from error

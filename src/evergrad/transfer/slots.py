@@ -23,8 +23,8 @@ from typing import Any, Protocol, Self
 import torch
 
 from evergrad.transfer.layout import Layout, Manifest, TransferError
-from evergrad.transfer.link import Receipt, copy_bytes, memory_gb_per_s
-from evergrad.transfer.proof import checksum, checksum_and_finite, proofs, side_by_side
+from evergrad.transfer.link import Receipt, memory_gb_per_s
+from evergrad.transfer.proof import checksum, checksum_and_finite, copy_and_checksum, proofs, side_by_side
 from evergrad.transfer.slot_memory import MappedSlot, OwnedSlot, lock, unlock, views_over
 
 _FORMAT = 1
@@ -55,7 +55,6 @@ class SlotPublisher:
         self._last_slot = _NUM_SLOTS - 1
         self._writing: int | None = None
         self._began = 0.0
-        self._copies: dict[str, Future[None]] = {}
         self._sums: dict[str, Future[str]] = {}
         self.link_gb_per_s = memory_gb_per_s(self.memory(0))
         """What copying into a slot reaches at most, measured at the start; 10⁹ bytes a second."""
@@ -101,7 +100,7 @@ class SlotPublisher:
         for step in range(1, _NUM_SLOTS + 1):
             slot = (self._last_slot + step) % _NUM_SLOTS
             if lock(self._slots[slot].fd, fcntl.LOCK_EX):
-                self._writing, self._began, self._copies, self._sums = slot, time.perf_counter(), {}, {}
+                self._writing, self._began, self._sums = slot, time.perf_counter(), {}
                 return self._views[slot]
         raise TransferError(
             "both slots are in use by receivers", hint="bring every engine to the newest version, or detach the one left behind"
@@ -118,7 +117,7 @@ class SlotPublisher:
             raise TransferError(f"'{name}' is not in the layout")
         if tensor.shape != view.shape:
             raise TransferError(f"'{name}' is {tuple(tensor.shape)}, the layout says {tuple(view.shape)}")
-        self._copies[name] = proofs().submit(copy_bytes, tensor.detach(), view)
+        self._sums[name] = proofs().submit(copy_and_checksum, tensor.detach(), view)
 
     def written(self, name: str) -> None:
         """Says that the caller has filled a view himself, so that its checksum is computed meanwhile."""
@@ -131,9 +130,6 @@ class SlotPublisher:
             checksums: By tensor, where the caller has computed them already.
         """
         slot = self.writing
-        for copy in self._copies.values():
-            copy.result()
-        moved_s = time.perf_counter() - self._began
         for name in self._views[slot].keys() - (checksums or self._sums).keys():
             self.written(name)
         manifest = Manifest(
@@ -143,7 +139,6 @@ class SlotPublisher:
             num_bytes=sum(tensor.num_bytes for tensor in self.layout.tensors),
             layout_hash=self.layout.hash,
             seconds=time.perf_counter() - self._began,
-            moved_s=moved_s,
         )
         self._last_slot = slot
         self.abort()
@@ -152,8 +147,7 @@ class SlotPublisher:
     def abort(self) -> None:
         """Gives the slot that is being written back, unsealed. Does nothing when none is."""
         if self._writing is not None:
-            wait(self._copies.values())  # nobody may write there once the lock is gone
-            wait(self._sums.values())
+            wait(self._sums.values())  # nobody may write there once the lock is gone
             unlock(self._slots[self._writing].fd)
             self._writing = None
 
