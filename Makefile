@@ -19,7 +19,7 @@ RUNS := runs
 .DEFAULT_GOAL := help
 .PHONY: help setup check format test test-slow test-trl test-vllm docs clean \
   demo demo-short demo-perpetual demo-seeds demo-control \
-  bench-engine bench-forecast bench-gate bench-learn bench-rollouts bench-router bench-train bench-transfer bench-turns
+  gpu-check bench-engine bench-forecast bench-gate bench-learn bench-rollouts bench-router bench-train bench-transfer bench-turns
 .DELETE_ON_ERROR:
 
 help:  ## Say what each target does
@@ -110,7 +110,8 @@ bench-gate: $(READY)  ## The gate's promises over long series, by simulation; on
 bench-router: $(READY)  ## Our router against three other rules, 16 simulated replicas, 2,000 sessions; one line of JSON
 	$(BIN)/python -m benchmarks.bench_router
 
-bench-transfer: $(READY)  ## Half a gigabyte of weights into an engine: shared memory against memcpy, sparse against dense; one line of JSON
+bench-transfer: $(READY)  ## Half a gigabyte of weights into an engine, against memcpy; TCP and NIXL (installs the extra nixl first); one line of JSON
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,nixl]'
 	$(BIN)/python -m benchmarks.bench_transfer
 
 bench-train: $(READY)  ## Our optimizer step against TRL's on the same batch (installs the extra trl first); one line of JSON
@@ -120,6 +121,9 @@ bench-train: $(READY)  ## Our optimizer step against TRL's on the same batch (in
 bench-learn: $(READY)  ## Time to the same success, ours against TRL's (installs the extra trl first); one line of JSON
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,trl]'
 	$(BIN)/python -m benchmarks.bench_learn
+
+gpu-check: $(READY)  ## What has to be seen on a CUDA GPU, five minutes at most; without one, its rehearsal on the CPU; one line of JSON
+	$(BIN)/python -m benchmarks.gpu_check
 
 docs: $(READY)  ## Write docs/reference/*.md again from the code
 	$(BIN)/python docs/generate.py

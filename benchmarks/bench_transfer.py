@@ -1,13 +1,14 @@
-"""New weights from a trainer to an engine: over shared memory against ``memcpy``, and over TCP dense against sparse.
+"""New weights from a trainer to an engine: over shared memory against ``memcpy``; over TCP and NIXL, dense against sparse.
 
 The weights are SmolLM2-135M's in float32, half a gigabyte. Three parts, each in rounds that alternate what is compared:
 
-``one host``  The trainer's tensors are written into a slot of shared memory, and an engine of its own process proves them and
-              makes them live, told over HTTP. The time is from the first byte to the engine's answer. Beside it, as many bytes
-              are copied from and to memory of the same kind by the C library's ``memcpy``, on one thread and on all.
+``one host``  The trainer's tensors are written into a slot of shared memory, and an engine, a process of its own, proves them,
+              packs its linear layers and makes them live, told over HTTP. Each phase has its time. Beside it the C library's
+              ``memcpy`` copies the same tensors into memory of the same kind on as many threads, and as many bytes in one
+              piece, on one thread and on all.
 ``pause``     The same while the engine decodes 32 rows: how long it stands still for the change, and how long a step takes.
-``tcp``       A publisher and a receiver in a process of its own, over the loopback: whole tensors, and what changed, when 1, 3
-              and 10% of all values did.
+``wire``      A publisher and a receiver in a process of its own, over TCP on the loopback, and over NIXL where that is
+              installed (the extra ``nixl``): whole tensors, and what changed, when 1, 3 and 10% of all values did.
 
 The last line of output is one JSON object; the same is kept under ``benchmarks/results/``.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import mmap
@@ -40,7 +42,7 @@ from benchmarks import record
 from evergrad.inference import EngineClient, EngineConfig
 from evergrad.registry import base_model
 from evergrad.transfer import SlotPublisher, WirePublisher, WireReceiver, load_tensors
-from evergrad.transfer.transports import TcpOutbox
+from evergrad.transfer.transports import NixlOutbox, Outbox, TcpOutbox
 from evergrad.types import Sampling
 
 Weights = dict[str, torch.Tensor]
@@ -60,7 +62,13 @@ def main() -> None:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     result = {"benchmark": "transfer", "model": arguments.model, "gigabytes": round(num_bytes / 1e9, 3)}
     result |= asyncio.run(one_host(folder, weights, num_bytes, arguments))
-    result |= over_tcp(weights, num_bytes, arguments.rounds)
+    tcp = over_the_wire(TcpOutbox, weights, num_bytes, arguments.rounds)
+    # What changed is compared with whole tensors over TCP: the loopback is the slower of the two links.
+    result |= {"sparse": tcp.pop("sparse"), "tcp": tcp, "nixl": None}
+    if importlib.util.find_spec("nixl") is None:
+        print("nixl: not installed. Next: make bench-transfer, or pip install 'evergrad[nixl]'", flush=True)
+    else:
+        result["nixl"] = over_the_wire(NixlOutbox, weights, num_bytes, arguments.rounds)
     record.keep(result, arguments.threads)
 
 
@@ -72,62 +80,75 @@ async def one_host(folder: Path, weights: Weights, num_bytes: int, arguments: ar
     with SlotPublisher(layout) as publisher:
         async with engine(folder, arguments.threads) as client:
             await client.attach(publisher.descriptor)
-            copies = dict(memory_copies(num_bytes, arguments.threads))
-            copies["1 thread, tensor by tensor"] = by_tensor(weights)
-            seconds: dict[str, list[float]] = {name: [] for name in (*copies, "publish", "write")}
+            copies = memory_copies(weights, num_bytes, arguments.threads)
+            copied: dict[str, list[float]] = {name: [] for name in copies}
+            phases: dict[str, list[float]] = {}
             for version in range(arguments.rounds + 1):
                 for name, copy in copies.items():
-                    seconds[name].append(timed(copy))
-                started = time.perf_counter()
-                manifest = publisher.stage(weights.items(), version)
-                report = await client.update_weights(manifest.as_dict())
-                seconds["publish"].append(time.perf_counter() - started)
-                seconds["write"].append(manifest.seconds)
-                print(f"round {version}: {', '.join(f'{name} {each[-1]:.3f} s' for name, each in seconds.items())}", flush=True)
+                    copied[name].append(timed(copy))
+                for name, seconds in (await update(client, publisher, weights, version)).items():
+                    phases.setdefault(name, []).append(seconds)
+                both = {**copied, **phases}
+                print(f"round {version}: {', '.join(f'{name} {each[-1]:.3f}' for name, each in both.items())} s", flush=True)
             pauses, step_s = await under_load(client, publisher, weights, arguments.rounds)
             print(f"pauses {pauses}, step {step_s:.3f} s", flush=True)
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first round warms up
-    memcpy = min(medians[name] for name in copies)
-    best = {name: min(values[1:]) for name, values in seconds.items()}
+    # The first round warms up.
+    memcpy = {name: statistics.median(values[1:]) for name, values in copied.items()}
+    took = {name: statistics.median(values[1:]) for name, values in phases.items()}
+    one_piece = min(seconds for name, seconds in memcpy.items() if name != TENSORS)
+    pause_s = statistics.median(pauses)
     return {
-        "share_of_memcpy": round(memcpy / medians["publish"], 3),
-        "share_of_memcpy_best_rounds": round(min(best[name] for name in copies) / best["publish"], 3),
-        "share_of_memcpy_written_and_sealed": round(memcpy / medians["write"], 3),
-        "publish_s": round(medians["publish"], 4),
-        "memcpy_gb_per_s": {name: round(num_bytes / medians[name] / 1e9, 2) for name in copies},
-        "publish_gb_per_s": round(num_bytes / medians["publish"] / 1e9, 2),
-        "receipt": report["transfer"],
-        "pause_ms": round(1e3 * statistics.median(pauses), 3),
+        "share_of_memcpy": round(memcpy[TENSORS] / took["moved"], 3),
+        "share_of_memcpy_best_rounds": round(min(copied[TENSORS][1:]) / min(phases["moved"][1:]), 3),
+        "share_of_memcpy_in_one_piece": round(one_piece / took["moved"], 3),
+        "share_of_memcpy_whole_update": round(memcpy[TENSORS] / took["update"], 3),
+        "seconds": {name: round(seconds, 4) for name, seconds in took.items()},
+        "memcpy_s": {name: round(seconds, 4) for name, seconds in memcpy.items()},
+        "pause_ms": round(1e3 * pause_s, 3),
         "pause_ms_longest": round(1e3 * max(pauses), 3),
         "decode_step_ms": round(1e3 * step_s, 3),
+        "pause_below_a_step": pause_s < step_s,
     }
 
 
-def memory_copies(num_bytes: int, threads: int) -> Iterator[tuple[str, Callable[[], None]]]:
+async def update(client: EngineClient, publisher: SlotPublisher, weights: Weights, version: int) -> dict[str, float]:
+    """Seconds of one update, phase by phase."""
+    started = time.perf_counter()
+    manifest = publisher.stage(weights.items(), version)
+    report = await client.update_weights(manifest.as_dict())
+    whole = time.perf_counter() - started
+    phases = {
+        "moved": manifest.seconds,  # a copy and its checksum, in one pass
+        "proved": report["transfer"]["seconds"] - manifest.seconds,
+        "packed": report["stage_s"],
+        "pause": report["pause_s"],
+    }
+    return {**phases, "told": whole - sum(phases.values()), "update": whole}
+
+
+TENSORS = "the same tensors"
+
+
+def memory_copies(weights: Weights, num_bytes: int, threads: int) -> dict[str, Callable[[], None]]:
     """``memcpy`` from private to shared memory that is mapped already, as the trainer's tensors and a slot are."""
-    source = np.ones(num_bytes, dtype=np.uint8)
     target = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
     target[:] = 0
-    yield "1 thread", lambda: np.copyto(target, source)
-    pool = ThreadPoolExecutor(threads)
+    sources = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in weights.values()]
+    ends = list(itertools.accumulate((len(source) for source in sources), initial=0))
+    places = [target[slice(*pair)] for pair in itertools.pairwise(ends)]
+    whole = np.ones(num_bytes, dtype=np.uint8)
     borders = [num_bytes * part // threads for part in range(threads + 1)]
-    parts = [slice(*ends) for ends in itertools.pairwise(borders)]
+    parts = [slice(*pair) for pair in itertools.pairwise(borders)]
+    pool = ThreadPoolExecutor(threads)
+    return {
+        TENSORS: lambda: _each(pool, places, sources),
+        "one piece, 1 thread": lambda: np.copyto(target, whole),
+        f"one piece, {threads} threads": lambda: _each(pool, [target[part] for part in parts], [whole[part] for part in parts]),
+    }
 
-    def by_all() -> None:
-        list(pool.map(lambda part: np.copyto(target[part], source[part]), parts))
 
-    yield f"{threads} threads", by_all
-
-
-def by_tensor(weights: Weights) -> Callable[[], None]:
-    """``memcpy`` of each tensor to a place of its own: below a size, the C library's goes through the caches, and is slower."""
-    pairs = [(tensor.numpy(), np.zeros_like(tensor.numpy())) for tensor in weights.values()]
-
-    def copy() -> None:
-        for source, target in pairs:
-            np.copyto(target, source)
-
-    return copy
+def _each(pool: ThreadPoolExecutor, targets: list[Any], sources: list[Any]) -> None:
+    list(pool.map(np.copyto, targets, sources))
 
 
 async def under_load(
@@ -154,7 +175,7 @@ async def decode_on(client: EngineClient) -> None:
 
 
 async def decode(client: EngineClient, new_tokens: int) -> None:
-    prompts = [[3 + (7919 * (row + 1) * place) % 40_000 for place in range(1, PROMPT_TOKENS + 1)] for row in range(ROWS)]
+    prompts = [[3 + (7919 * (row + 1) * place) % 500 for place in range(1, PROMPT_TOKENS + 1)] for row in range(ROWS)]
     settings = [Sampling(max_tokens=new_tokens, seed=row) for row in range(ROWS)]
     await asyncio.gather(*(client(prompt, sampling) for prompt, sampling in zip(prompts, settings, strict=True)))
 
@@ -184,15 +205,16 @@ async def engine(folder: Path, threads: int) -> AsyncIterator[EngineClient]:
         await process.wait()
 
 
-# ── TCP ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Wire ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def over_tcp(weights: Weights, num_bytes: int, rounds: int) -> dict[str, Any]:
+def over_the_wire(outbox: Callable[[], Outbox], weights: Weights, num_bytes: int, rounds: int) -> dict[str, Any]:
     layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
     generator = torch.Generator().manual_seed(0)
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
     with (
-        WirePublisher(layout, TcpOutbox(), "identity") as dense,
-        WirePublisher(layout, TcpOutbox(), "sparse") as sparse,
+        WirePublisher(layout, outbox(), "identity") as dense,
+        WirePublisher(layout, outbox(), "sparse") as sparse,
         receiving({"dense": dense.descriptor, "sparse": sparse.descriptor}) as ask,
     ):
         publishers = {"dense": dense, "sparse": sparse}
@@ -209,14 +231,22 @@ def over_tcp(weights: Weights, num_bytes: int, rounds: int) -> dict[str, Any]:
                 change(weights, density, generator)
                 for name, publisher in publishers.items():
                     started = time.perf_counter()
-                    receipt = ask(name, publisher.stage(weights.items(), version).as_dict())
+                    shipment = publisher.stage(weights.items(), version)
+                    receipt = ask(name, shipment.as_dict())
                     taken[name].append({**receipt, "total_s": time.perf_counter() - started})
             rows[f"{density:.0%}"] = compared(taken, num_bytes)
-            print(f"{density:.0%}: {rows[f'{density:.0%}']}", flush=True)
+            print(f"{outbox.__name__}, {density:.0%}: {rows[f'{density:.0%}']}", flush=True)
             whole += taken["dense"]
-    rates = {key: round(statistics.median(each[key] for each in whole), 4) for key in ("gb_per_s", "link_share")}
-    tcp = {"total_s": round(statistics.median(each["total_s"] for each in whole), 4), **rates}
-    return {"sparse": rows, "tcp": {**tcp, "link_gb_per_s": whole[-1]["link_gb_per_s"]}}
+    figures = {key: round(statistics.median(each[key] for each in whole), 4) for key in ("total_s", "fetch_s", "gb_per_s")}
+    link = whole[-1]["link_gb_per_s"]
+    rate = num_bytes / figures["fetch_s"] / 1e9
+    return {
+        **figures,
+        "fetch_gb_per_s": round(rate, 4),
+        "link_gb_per_s": link,
+        "fetch_link_share": round(rate / link, 4),
+        "sparse": rows,
+    }
 
 
 def compared(taken: Mapping[str, list[dict[str, Any]]], num_bytes: int) -> dict[str, Any]:
@@ -271,7 +301,7 @@ def receive(pipe: Connection, descriptors: Mapping[str, Any]) -> None:
         receiver.verify()
         receipt = receiver.receipt().as_dict()
         receiver.commit()
-        pipe.send(receipt)
+        pipe.send({**receipt, "fetch_s": receiver.fetch_s})
 
 
 def timed(work: Callable[[], None]) -> float:

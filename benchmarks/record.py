@@ -14,19 +14,24 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def keep(result: dict[str, Any], threads: int) -> None:
-    """Completes ``result`` with machine, commit and time, keeps it under ``results/``, and prints it as the last line."""
-    whole = {
+    """Completes ``result`` (:func:`described`), keeps it under ``results/``, and prints it as the last line."""
+    whole = described(result, threads)
+    line = json.dumps(whole)
+    RESULTS.mkdir(exist_ok=True)
+    name = f"{whole['benchmark']}-{whole['measured_at'].replace(':', '')}.json"
+    (RESULTS / name).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def described(result: dict[str, Any], threads: int) -> dict[str, Any]:
+    """With machine, commit and time."""
+    return {
         **result,
         "threads": threads,
         "machine": machine(),
         "commit": commit(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    line = json.dumps(whole)
-    RESULTS.mkdir(exist_ok=True)
-    name = f"{whole['benchmark']}-{whole['measured_at'].replace(':', '')}.json"
-    (RESULTS / name).write_text(line + "\n", encoding="utf-8")
-    print(line)
 
 
 def machine() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from evergrad.transfer import Placement, SlotReceiver, TransferError, WirePublis
 from evergrad.transfer.layout import TensorSpec
 from evergrad.transfer.placements import fused, region, split
 from evergrad.transfer.shipment import Item, Payload, Shipment
-from evergrad.transfer.transports import FileInbox, FileOutbox, Outbox, TcpInbox, TcpOutbox, open_inbox
+from evergrad.transfer.transports import FileInbox, FileOutbox, NixlOutbox, Outbox, TcpInbox, TcpOutbox, open_inbox
 
 LAYOUT = {"a.weight": ((60, 50), torch.float32), "b.weight": ((70,), torch.bfloat16), "c.bias": ((), torch.float32)}
 MakeOutbox = Callable[[], Outbox]
@@ -52,10 +52,13 @@ def over_the_wire(value: Any) -> Any:
     return json.loads(text, object_pairs_hook=without_nulls)
 
 
-@pytest.fixture(params=["tcp", "files", "memory"])
+@pytest.fixture(params=["tcp", "files", "memory", "nixl"])
 def make_outbox(request: pytest.FixtureRequest, tmp_path: Path) -> MakeOutbox:
     if request.param == "tcp":
         return TcpOutbox
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="needs the extra nixl")
+        return NixlOutbox
     # "memory" is fsspec's object store for tests: no folders, no renames.
     url = str(tmp_path / "versions") if request.param == "files" else f"memory://{tmp_path.name}"
     return lambda: FileOutbox(url)

@@ -71,7 +71,9 @@ class WeightUpdates:
                 receiver.stage()
                 receiver.verify()
                 receipt = receiver.receipt()
+                proved = time.perf_counter()
                 self._stage_in_engine(receiver)
+                stage_s = time.perf_counter() - proved
                 policy_version = int(manifest["policy_version"])
                 pause = self._commit(policy_version, mode)
             except BaseException:
@@ -79,7 +81,7 @@ class WeightUpdates:
                 raise
             receiver.commit()
             self._let_go_of_others(receiver)
-            return {**_report(policy_version, pause, started), "transfer": receipt.as_dict()}
+            return {**_report(policy_version, pause, started), "stage_s": stage_s, "transfer": receipt.as_dict()}
 
     def load(self, weights_uri: str, policy_version: int, on_commit: Callable[[], None], mode: Mode = "keep") -> dict[str, Any]:
         """Reads whole weights, or an adapter over the engine's base, from a folder.

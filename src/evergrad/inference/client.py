@@ -156,8 +156,9 @@ class EngineClient:
         """Has the engine take a published version; refused, the old one stays.
 
         Returns:
-            ``{policy_version, pause_s, seconds, transfer}``; the last is what :class:`~evergrad.transfer.link.Receipt` says of
-            bytes, rate, and the link's own.
+            ``{policy_version, pause_s, stage_s, seconds, transfer}``: how long no token could be drawn, how long the
+            engine made ready what had arrived, beside its steps, all of it, and what
+            :class:`~evergrad.transfer.link.Receipt` says of bytes, rate, and the link's own.
         """
         return await self._http.post("/admin/weights/update", {"manifest": manifest})
 

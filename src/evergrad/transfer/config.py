@@ -17,8 +17,9 @@ class TransferConfig(Config):
     '127.0.0.1'
     """
 
-    transport: Literal["shared_memory", "tcp", "files"] = "shared_memory"
-    """Shared memory within a machine; TCP, or files in a folder or object store, between machines."""
+    transport: Literal["shared_memory", "tcp", "nixl", "files"] = "shared_memory"
+    """Shared memory within a machine. Between machines: TCP, NIXL (RDMA; needs the extra ``nixl``), or files in a folder or
+    object store."""
     codec: str = "identity"
     """``identity``, ``bfloat16``, ``float8_block``, or ``sparse``, which moves what changed. Shared memory holds every bit."""
     adapter_only: bool = False
@@ -35,7 +36,8 @@ class TransferConfig(Config):
         if self.codec not in CODECS:
             raise ValueError(f"no codec '{self.codec}': {nearest(self.codec, CODECS)}")
         if self.transport == "shared_memory" and self.codec != "identity":
-            raise ValueError(f"codec = '{self.codec}' needs transport = 'tcp' or 'files'; in shared memory nothing travels")
+            what = f"codec = '{self.codec}' needs transport = 'tcp', 'nixl' or 'files'"
+            raise ValueError(f"{what}; in shared memory nothing travels")
         if (self.transport == "files") != (self.url is not None):
             raise ValueError("url goes with transport = 'files', and that needs one")
         return self

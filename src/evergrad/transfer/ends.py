@@ -14,7 +14,7 @@ from evergrad.transfer.publisher import WirePublisher
 from evergrad.transfer.receiver import WireReceiver
 from evergrad.transfer.shipment import Shipment
 from evergrad.transfer.slots import SlotPublisher, SlotReceiver
-from evergrad.transfer.transports import FileOutbox, Outbox, TcpOutbox
+from evergrad.transfer.transports import FileOutbox, NixlOutbox, Outbox, TcpOutbox
 
 
 class Publisher(Protocol):
@@ -91,13 +91,15 @@ class Receiver(Protocol):
 def open_publisher(config: TransferConfig, layout: Mapping[str, tuple[Sequence[int], torch.dtype | str]]) -> Publisher:
     """
     Raises:
-        TransferError: no memory, a port or a folder that cannot be used, or a dtype that cannot travel.
+        TransferError: no memory, a port or a folder that cannot be used, no NIXL, or a dtype that cannot travel.
     """
     if config.transport == "shared_memory":
         return SlotPublisher(layout)
     outbox: Outbox
     if config.transport == "tcp":
         outbox = TcpOutbox(config.host)
+    elif config.transport == "nixl":
+        outbox = NixlOutbox()
     else:
         assert config.url is not None, "checked by the configuration"
         outbox = FileOutbox(config.url, config.keep)

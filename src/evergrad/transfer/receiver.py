@@ -68,6 +68,8 @@ class WireReceiver:
         self._odd: str | None = None
         """A tensor of what arrived that has values which are not finite."""
         self._moved, self._seconds = 0, 0.0
+        self.fetch_s = 0.0
+        """Of the version that was staged last: how long its bytes were under way."""
         self._buffers = _Buffers()
         self._versions: dict[int, int] = {}
         """What each slot holds, whether or not it was ever live."""
@@ -135,6 +137,7 @@ class WireReceiver:
             TransferError: nothing is prepared, the other end is gone, bytes do not match their checksum, or do not decode.
         """
         version, started = self._require_target(), time.perf_counter()
+        self.fetch_s = 0.0
         views = self._slots.begin()
         try:
             slot = self._slots.writing
@@ -250,8 +253,7 @@ class WireReceiver:
 
     def _fetch_in_place(self, payload: Payload, slot: int) -> None:
         memory = self._slots.memory(slot)[: payload.num_bytes]
-        self._inboxes[0].fetch(payload.name, 0, memory)
-        self._moved += payload.num_bytes
+        self._bring(self._inboxes[0], payload, 0, memory)
         self._remember(None, [])
 
     def _fetch_and_decode(self, views: dict[str, torch.Tensor], before: int | None) -> None:
@@ -272,13 +274,18 @@ class WireReceiver:
         start = min((item.start for item in items), default=0)
         stop = max((item.stop for item in items), default=0)
         memory = self._buffers.take(stop - start)
-        inbox.fetch(payload.name, start, tensor_bytes(memory[: stop - start]))
-        self._moved += stop - start
+        self._bring(inbox, payload, start, tensor_bytes(memory[: stop - start]))
         one = _Fetched([item.moved(-start) for item in items], memory)
         for item in one.items:
             if not item.exact and checksum_of_parts(memory, item.parts) != item.checksum:
                 raise TransferError(f"'{item.key}' does not match its checksum", hint="publish again; the old version stays")
         return one
+
+    def _bring(self, inbox: Inbox, payload: Payload, start: int, memory: memoryview) -> None:
+        started = time.perf_counter()
+        inbox.fetch(payload.name, start, memory)
+        self.fetch_s += time.perf_counter() - started
+        self._moved += len(memory)
 
     def _bring_up(self, views: dict[str, torch.Tensor], before: int | None) -> None:
         """Makes the free slot what the live one is: by the changes between the two where they are known, else by a copy."""

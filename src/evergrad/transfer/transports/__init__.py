@@ -12,12 +12,25 @@ from evergrad.config import nearest
 from evergrad.transfer.layout import TransferError
 from evergrad.transfer.transports.base import Inbox, Outbox
 from evergrad.transfer.transports.files import FileInbox, FileOutbox
+from evergrad.transfer.transports.nixl import NixlInbox, NixlOutbox
 from evergrad.transfer.transports.tcp import TcpInbox, TcpOutbox
 
-__all__ = ["INBOXES", "FileInbox", "FileOutbox", "Inbox", "Outbox", "TcpInbox", "TcpOutbox", "open_inbox"]
+__all__ = [
+    "INBOXES",
+    "FileInbox",
+    "FileOutbox",
+    "Inbox",
+    "NixlInbox",
+    "NixlOutbox",
+    "Outbox",
+    "TcpInbox",
+    "TcpOutbox",
+    "open_inbox",
+]
 
 INBOXES: dict[str, Callable[[Mapping[str, Any]], Inbox]] = {
     "files": FileInbox,
+    "nixl": NixlInbox,
     "tcp": TcpInbox,
 }
 
