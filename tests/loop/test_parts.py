@@ -654,7 +654,9 @@ class _Engine:
     def __init__(self, logprobs_of: dict[str, list[float]]) -> None:
         self.logprobs_of, self.serves = logprobs_of, ""
 
-    async def load_weights(self, weights_uri: str, policy_version: int, served_names: list[str]) -> dict[str, Any]:
+    async def load_weights(
+        self, weights_uri: str, policy_version: int, served_names: list[str], system_prompt: str
+    ) -> dict[str, Any]:
         assert served_names[0] == "production"
         self.serves = served_names[1]
         return {}

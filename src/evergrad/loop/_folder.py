@@ -70,6 +70,8 @@ class LoopState:
     trigger: str = "first start"
     arm: str | None = None
     """Which of the configured ways this cycle tries; ``None`` for the first cycle, and for trials."""
+    system_prompt: str = ""
+    """Of this cycle's candidate: the one that is tried, or else that of the version that it is trained from."""
     trigger_kinds: list[str] = field(default_factory=list)
     """By name, what set this cycle off."""
     deployed: dict[str, Any] = field(default_factory=dict)

@@ -61,9 +61,18 @@ def _wait_for_repair(session: Session, why: str) -> None:
 
 async def serve_traffic(session: Session, settings: Mapping[str, Any], requests: int, *, check: int) -> list[Rollout]:
     """Plays ``requests`` customers against the serving endpoint; every one becomes a live rollout on record."""
-    name = f"live-{session.state.cycle:03d}-{check:03d}"
+    name, version = f"live-{session.state.cycle:03d}-{check:03d}", session.serving.version
+    assert version is not None
     with session.clock.phase("serve"):
-        return await play(session, settings, requests, session.serving.client, name=name, source="live")
+        return await play(
+            session,
+            settings,
+            requests,
+            session.serving.client,
+            name=name,
+            source="live",
+            system_prompt=lambda session_id: version.system_prompt,
+        )
 
 
 def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str]:

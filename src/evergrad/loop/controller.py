@@ -7,8 +7,8 @@ One cycle, and the room each stop lies in::
               (SFT)         training, transfer,  ledger, gate,           envs (traffic)
                             inference            promote
 
-    DECIDE      consumes the trigger;               waits for nothing;       unblocks WARM_START, or WATCH where training would
-                                                                             buy nothing.
+    DECIDE      consumes the trigger;               waits for nothing;       unblocks WARM_START, MEASURE where a prompt is
+                                                                             tried, or WATCH where neither would buy anything.
     WARM_START  consumes demonstrations;            waits for the trainer;   unblocks LEARN by publishing version 1.
     LEARN       consumes tasks, then batches;       waits for slots, then    unblocks itself: each update frees slots.
                 see ``_learning.py``                for whole batches;
