@@ -153,7 +153,8 @@ class RunFolder:
         return read_state(path) if path.exists() else initial
 
     def save_state(self, state: LoopState) -> None:
-        write_json(self.path / "state.json", dataclasses.asdict(state))
+        # Not ``asdict``, which copies all of it once more; it holds JSON values alone.
+        write_json(self.path / "state.json", {each.name: getattr(state, each.name) for each in dataclasses.fields(state)})
 
     def save_wall_time(self, wall_s: float) -> None:
         """Puts the seconds up to now into the state as it was last saved, and changes nothing else of it."""
