@@ -34,7 +34,7 @@ from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.decisions import Decision, take
 from evergrad.loop.pausing import Paused, pause_of
 from evergrad.loop.placement import LocalPlacement
-from evergrad.loop.traffic import LiveTask, TrafficStore, traffic_path
+from evergrad.loop.traffic import LiveTask, ServedTraffic, TrafficStore, traffic_path
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import (
     BufferState,
@@ -67,6 +67,7 @@ class Session:
         self._tasks: dict[str, Sequence[Task]] = {}
         self._live_tasks: dict[str, list[LiveTask]] = {}
         self._traffic: TrafficStore | None = None
+        self._served_traffic: ServedTraffic | None = None
         self._exit = contextlib.AsyncExitStack()
         self.task_choice: TaskChoice | None = None
         """Of the phase that is under way, where it draws its tasks by what they teach."""
@@ -277,6 +278,13 @@ class Session:
         if self._traffic is None and traffic_path(self.folder.path).is_file():
             self._traffic = self._exit.enter_context(TrafficStore(traffic_path(self.folder.path)))
         return self._traffic
+
+    @property
+    def served_traffic(self) -> ServedTraffic | None:
+        """The same as evidence; ``None`` where none was ever stored."""
+        if self._served_traffic is None and self.traffic is not None:
+            self._served_traffic = ServedTraffic(self.traffic)
+        return self._served_traffic
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
