@@ -30,16 +30,16 @@ def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: st
     A text is tried once over the weights that serve, on any draw of ``suite``. Other weights may make more of it, so their
     promotion opens all texts again.
     """
-    served = registry.find(PRODUCTION)
+    found = dict.fromkeys((name for name in config.arm_names if not config.prompts_of(name)), "")
+    serves = registry.resolve(PRODUCTION)
+    if serves is None:
+        return found
+    served = registry.get(serves)
     candidates = [registry.get(row["candidate"]) for row in state.cycles if row["suite"].partition("#")[0] == suite]
     tried = {each.system_prompt for each in (served, *candidates) if each.weights_uri == served.weights_uri}
-    found = {}
-    for name in config.arm_names:
-        texts = config.prompts_of(name)
-        left = [text for text in texts if text not in tried]
-        if left or not texts:
-            found[name] = left[0] if left else ""
-    return found
+    left = {name: [text for text in config.prompts_of(name) if text not in tried] for name in config.arm_names}
+    found |= {name: texts[0] for name, texts in left.items() if texts}
+    return {name: found[name] for name in config.arm_names if name in found}  # in their order, which breaks ties
 
 
 def choose(

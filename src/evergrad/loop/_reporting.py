@@ -135,6 +135,7 @@ def _versions(registry: Registry) -> list[dict[str, Any]]:
             "parent_id": version.parent_id,
             "policy_version": version.policy_version,
             "created_at": version.created_at,
+            "system_prompt": version.system_prompt,
             "aliases": [serving[version.version_id]] if version.version_id in serving else [],
         }
         for version in registry.list()
