@@ -263,7 +263,7 @@ def test_a_template_without_system_messages_takes_no_prompts(tmp_path: Path) -> 
 
 def test_the_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("Be brief.\n\nAnd kind.\n")
-    arm = config_of(tmp_path, 'prompts = ["b.txt", "Be careful."]').arms[0]
-    assert arm.prompts == ["Be brief.\n\nAnd kind.", "Be careful."]
+    arm = config_of(tmp_path, 'prompts = ["b.txt", "Look into notes.md"]').arms[0]
+    assert arm.prompts == ["Be brief.\n\nAnd kind.", "Look into notes.md"]
     assert (arm.warm_start.demonstrations, arm.rl.steps) == (0, 0)
     assert type(arm).model_validate(arm.model_dump(mode="json")) == arm

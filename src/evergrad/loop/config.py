@@ -7,6 +7,7 @@ Rooms keep the settings they need next to their own code; here they are put toge
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -256,8 +257,8 @@ class ArmConfig(RecipeConfig):
     name: str = Field(min_length=1)
     """Such as ``rl`` or ``demonstrations``; ``nothing`` always takes part, and needs no line."""
     prompts: list[str] = Field(default_factory=list)
-    """Texts to add to the system message, one a try, over the weights that serve: an arm that has any trains nothing. What ends
-    in ``.txt`` or ``.md`` is the path of a file with the text."""
+    """Texts to add to the system message, one a try, over the weights that serve: an arm that has any trains nothing. A single
+    word that ends in ``.txt`` or ``.md`` is the path of a file with the text."""
 
     @model_validator(mode="before")
     @classmethod
@@ -292,11 +293,13 @@ def _text_of(prompt: str, info: ValidationInfo) -> str:
     Raises:
         ValueError: the file is not there, or is no text.
     """
-    if not prompt.endswith((".txt", ".md")) or "\n" in prompt:
+    if not re.fullmatch(r"\S+\.(txt|md)", prompt):
         return prompt
-    path = found_path(prompt, info)
+    path = Path(str(found_path(prompt, info)))
+    if not path.is_file():
+        return prompt  # where no configuration file says beside what it would lie, as for every path
     try:
-        return Path(str(path)).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the prompt in {path} cannot be read: {error}") from error
 
