@@ -820,7 +820,7 @@ async def test_each_check_of_each_cycle_draws_tasks_of_its_own() -> None:
     session: Any = SimpleNamespace(
         config=SimpleNamespace(seed=3),
         state=SimpleNamespace(cycle=1),
-        serving=SimpleNamespace(client=None),
+        serving=SimpleNamespace(client=None, version=version("v")),
         clock=SimpleNamespace(phase=lambda name: nullcontext()),
         console=SimpleNamespace(stage=lambda *_: nullcontext()),
         suite=lambda settings: "letters@v1",
