@@ -116,6 +116,16 @@ class Message:
         return {"role": self.role, "content": self.content}
 
 
+def system_message(content: str, added: str) -> str:
+    """The text of a system message to which a version's own prompt was added, on a line of its own: the one rule, for tasks
+    that are rendered here and for conversations that customers send.
+
+    >>> system_message("Tools: find(item)", "Call one tool at a time."), system_message("", "Be brief.")
+    ('Tools: find(item)\\nCall one tool at a time.', 'Be brief.')
+    """
+    return "\n".join(each for each in (content, added) if each)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """What a model is told of one tool.
@@ -167,6 +177,20 @@ class Task:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the environment needs to run and verify the task; plain JSON values. ``metadata["slice"]`` names a slice that
     reports break scores down by."""
+
+    def with_system_prompt(self, text: str) -> Task:
+        """The same task as a version with this system prompt is asked it; the id stays, so that the two can be paired.
+
+        >>> task = Task("desk/3f9a", "desk", (Message("user", "Refund 50F."),))
+        >>> [each.content for each in task.with_system_prompt("Be brief.").prompt]
+        ['Be brief.', 'Refund 50F.']
+        """
+        if not text:
+            return self
+        before, *rest = (
+            self.prompt if self.prompt and self.prompt[0].role == "system" else (Message("system", ""), *self.prompt)
+        )
+        return dataclasses.replace(self, prompt=(Message("system", system_message(before.content, text)), *rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +421,8 @@ class ModelVersion:
     created_at: str
     """UTC, ISO 8601."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str = ""
+    """Added to the system message of every conversation: as much a part of the version as its weights. Empty for none."""
 
 
 @dataclass(frozen=True, slots=True)

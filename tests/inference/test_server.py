@@ -27,8 +27,9 @@ from evergrad.inference import EngineClient, EngineConfig, EngineError
 from evergrad.inference._chat import ChatFormat
 from evergrad.inference._openai_wire import ChatBody
 from evergrad.inference._wire import parse_body
+from evergrad.rollouts import Renderer
 from evergrad.transfer import SlotPublisher, load_tensors, save_tensors
-from evergrad.types import Completion, FinishReason, PolicySpan, Sampling
+from evergrad.types import Completion, FinishReason, Message, PolicySpan, Sampling, Task
 from tests.inference.conftest import load_reference, make_model, prompt_of, reference_logprobs
 
 TOKEN = "only-for-tests"
@@ -592,6 +593,36 @@ async def test_updates_over_shared_memory(model_folder: Path, tmp_path: Path) ->
                 await client.reset_prefix_cache()
                 after = await client(prompt, Sampling(max_tokens=8, seed=1))
                 assert (after.token_ids, after.policy_spans) == (before.token_ids, before.policy_spans)
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Tools: find(item)"}]])
+def test_a_versions_system_prompt_makes_the_tokens_that_it_was_measured_with(
+    model_folder: Path, before: list[dict[str, str]]
+) -> None:
+    chat = ChatFormat(model_folder, ())
+    messages = [*before, {"role": "user", "content": "Where is lamp 7?"}]
+    task = Task("t/1", "t", tuple(Message(**each) for each in messages)).with_system_prompt("Be brief.\nSay the shelf.")
+    body = parse_body(ChatBody, {"model": "agent", "messages": messages})
+    measured = Renderer(chat._tokenizer).prompt(task.prompt)
+    assert chat.prompt(body, "Be brief.\nSay the shelf.") == measured
+    assert chat.prompt(body) != measured
+
+
+async def test_a_system_prompt_comes_and_goes_with_its_version(model_folder: Path, other_folder: Path) -> None:
+    chat = ChatFormat(model_folder, ())
+    body = {"model": "agent", "messages": MESSAGES, "max_tokens": 1}
+    lengths = [len(chat.prompt(parse_body(ChatBody, body), text)) for text in ("", "Be brief.")]
+    with serving(model_folder) as server:
+        async with server.client() as client, httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            for text, length in (("", lengths[0]), ("Be brief.", lengths[1]), ("", lengths[0])):
+                await client.load_weights(str(other_folder), 1, ["agent"], text)
+                answer = (await http.post("/v1/chat/completions", json=body)).json()
+                assert answer["usage"]["prompt_tokens"] == length
+            await client.load_weights(str(other_folder), 1, ["agent"], "Be brief.")
+            with pytest.raises(EngineError, match="409"):
+                await client.load_weights(str(other_folder / "gone"), 2, ["agent"], "")
+            answer = (await http.post("/v1/chat/completions", json=body)).json()
+            assert answer["usage"]["prompt_tokens"] == lengths[1], "a load that is refused changes nothing"
 
 
 async def test_loads_from_folders(model_folder: Path, other_folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -313,6 +314,24 @@ def test_a_refusal_is_certified_too_and_later_ones_rest_on_it(session: Any) -> N
     assert read_certificate(later)["content"]["plan"]["trial"] == 2
     assert State.FAILS not in states(session, later).values()
     assert State.FAILS not in states(session, refused).values(), "verdicts after it change nothing"
+
+
+def test_a_system_prompt_is_certified_with_the_weights(session: Any) -> None:
+    prompted = dataclasses.replace(
+        session.registry.get("old"), version_id="told", parent_id="old", recipe_hash="p", system_prompt="Be <careful>."
+    )
+    session.registry.register(prompted)
+    path = issue(session, candidate="told")
+    content = read_certificate(path)["content"]
+    weights, prompts = content["hashes"]["weights"], content["hashes"]["system_prompts"]
+    assert weights["told"] == weights["old"]
+    assert prompts["told"] != prompts["old"]
+    assert content["system_prompt"] == "Be <careful>."
+    assert "Be &lt;careful&gt;." in path.with_suffix(".html").read_text()
+    assert states(session, path)["system prompts"] is State.HOLDS
+    with sqlite3.connect(session.folder.path / "registry.sqlite") as connection:
+        connection.execute("UPDATE versions SET system_prompt = 'Be careless.' WHERE version_id = 'told'")
+    assert states(session, path)["system prompts"] is State.FAILS
 
 
 def by_hand(session: Any, candidate: str) -> None:

@@ -654,7 +654,9 @@ class _Engine:
     def __init__(self, logprobs_of: dict[str, list[float]]) -> None:
         self.logprobs_of, self.serves = logprobs_of, ""
 
-    async def load_weights(self, weights_uri: str, policy_version: int, served_names: list[str]) -> dict[str, Any]:
+    async def load_weights(
+        self, weights_uri: str, policy_version: int, served_names: list[str], system_prompt: str
+    ) -> dict[str, Any]:
         assert served_names[0] == "production"
         self.serves = served_names[1]
         return {}
@@ -818,7 +820,7 @@ async def test_each_check_of_each_cycle_draws_tasks_of_its_own() -> None:
     session: Any = SimpleNamespace(
         config=SimpleNamespace(seed=3),
         state=SimpleNamespace(cycle=1),
-        serving=SimpleNamespace(client=None),
+        serving=SimpleNamespace(client=None, version=version("v")),
         clock=SimpleNamespace(phase=lambda name: nullcontext()),
         console=SimpleNamespace(stage=lambda *_: nullcontext()),
         suite=lambda settings: "letters@v1",

@@ -164,6 +164,42 @@ async def test_a_harmless_candidate_goes_through_every_stage(tmp_path: Path, ren
     assert loop.ended == 1
 
 
+class Told(Speaker):
+    """Says the right letter where the prompt tells it to be careful, and another one elsewhere."""
+
+    def __init__(self, renderer: Renderer, careful: bool) -> None:
+        super().__init__(renderer, "b")
+        self._renderer, self._wrong, self._careful = renderer, renderer.reply("z"), careful
+        self.prompts: list[str] = []
+
+    async def __call__(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
+    ) -> Completion:
+        done = await super().__call__(prompt_token_ids, sampling, session_id=session_id)
+        self.prompts.append(self._renderer.decode(prompt_token_ids))
+        if ("Be careful." in self.prompts[-1]) == self._careful:
+            return done
+        return replace(done, token_ids=self._wrong)
+
+
+@pytest.mark.parametrize("careful", [True, False])
+async def test_each_side_of_a_canary_is_asked_under_its_own_system_prompt(
+    tmp_path: Path, renderer: Renderer, careful: bool
+) -> None:
+    with Registry(tmp_path / "registry.sqlite") as registry:
+        for name, text in (("v1", ""), ("v2", "Be careful.")):
+            registry.register(ModelVersion(name, None, 1, "versions/v1", "tiny", name, "2026-01-01", system_prompt=text))
+        registry.promote("production", "v1", bootstrap=True)
+    candidate = Told(renderer, careful)
+    loop = Loop(tmp_path, renderer, CanaryConfig(shadow=10, shares=(0.3, 0.6), outcomes=30), candidate)
+    loop.serving.client = Told(renderer, False)
+    found = await carried_out(loop)
+    assert found.state is (ReleaseState.PROMOTED if careful else ReleaseState.ROLLED_BACK)
+    assert len(candidate.prompts) > 20
+    assert all("Be careful." in each for each in candidate.prompts), "copies in the shadow, too"
+    assert not any("Be careful." in each for each in loop.serving.client.prompts)
+
+
 async def test_a_harmful_candidate_is_rolled_back_and_never_owned_the_alias(tmp_path: Path, renderer: Renderer) -> None:
     loop = Loop(tmp_path, renderer, CanaryConfig(shares=(0.3, 0.6), outcomes=60), Speaker(renderer, "z"))
     found = await carried_out(loop)

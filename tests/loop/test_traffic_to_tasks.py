@@ -69,8 +69,12 @@ def redact(text):
 """
 
 
+PATIENCE_S = 1800.0
+"""Of one command; only a hang takes so long."""
+
+
 def ran(process: subprocess.Popen[str]) -> str:
-    told, _ = process.communicate(timeout=600)
+    told, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, told
     return told
 

@@ -18,7 +18,7 @@ from evergrad.loop.config import RunConfig
 from evergrad.loop.decisions import Decision, take
 from evergrad.loop.quarantine import breaking_changes
 from evergrad.loop.triggers import Live, WatchConfig, fired
-from evergrad.types import Outcome, Rollout
+from evergrad.types import ModelVersion, Outcome, Rollout
 from tests.loop.conftest import LETTERS
 
 WATCH = WatchConfig(drift_alpha=0.01, failures=5)
@@ -90,6 +90,10 @@ def test_the_contract_hash_covers_schema_description_and_instructions() -> None:
     assert len({each.contract_hash() for each in changed}) == len(changed)
 
 
+def version_of(name: str, weights: str, system_prompt: str = "") -> ModelVersion:
+    return ModelVersion(name, None, 1, weights, "tiny", "r", "2026-01-01", system_prompt=system_prompt)
+
+
 class Loop:
     """As much of a session as DECIDE needs."""
 
@@ -101,7 +105,10 @@ class Loop:
         self.state.scores.append(
             {"label": "x", "version_id": "t-c1-rl", "suite": "letters@v1#2", "suite_hash": "h", "mean": mean, "n": 96}
         )
-        self.registry = SimpleNamespace(resolve=lambda alias: "t-c1-rl")
+        self.versions = {"t-c1-rl": version_of("t-c1-rl", "versions/t-c1-rl")}
+        self.registry = SimpleNamespace(
+            resolve=lambda alias: "t-c1-rl", get=self.versions.__getitem__, find=lambda alias: self.versions["t-c1-rl"]
+        )
         self.told: list[str] = []
 
     def taskset(self, settings: Any) -> Taskset:
@@ -138,7 +145,8 @@ async def test_a_saturated_suite_is_retired_unless_the_world_says_otherwise(
 
 
 def cycle_of(arm: str | None, gain: float, usd: float | None, verdict: str = "promoted") -> dict[str, Any]:
-    return {"arm": arm, "suite": "letters@v1#1", "score_before": 0.4, "score_after": 0.4 + gain, "usd": usd, "verdict": verdict}
+    scores = {"score_before": 0.4, "score_after": 0.4 + gain}
+    return {"arm": arm, "suite": "letters@v1#1", "candidate": "t-c1-rl", **scores, "usd": usd, "verdict": verdict}
 
 
 async def test_a_cycle_takes_the_arm_with_the_best_prospect() -> None:
@@ -168,6 +176,36 @@ async def test_doing_nothing_wins_when_training_does_not_pay(worth: float, kinds
     unpriced: Any = Loop(mean=0.8, kinds=kinds, worth={"usd_per_success": worth, "attempts": 1})
     unpriced.state.cycles = [cycle_of("adapt", 0.0, None)] * 4
     assert (await decide(unpriced)).word == "train", "without a price nothing is known"
+
+
+async def test_each_prompt_is_tried_once_over_the_same_weights() -> None:
+    arms = [{"name": "prompts", "prompts": ["Be brief.", "Be careful."]}, {"name": "rl"}]
+    session: Any = Loop(mean=0.8, kinds=["schedule"], arms=arms)
+    decision = await decide(session)
+    assert (decision.following, decision.word, session.state.arm) == (Stage.MEASURE, "prompt", "prompts")
+    assert session.state.system_prompt == decision.evidence["system_prompt"] == "Be brief."
+    session.versions["t-c2-prompt"] = version_of("t-c2-prompt", "versions/t-c1-rl", "Be brief.")
+    refused = {**cycle_of("prompts", 0.0, 0.1, "refused"), "candidate": "t-c2-prompt"}
+    session.state.cycles = [refused]
+    assert (await decide(session)).following is Stage.WARM_START, "what was never tried gets its turn"
+    assert session.state.system_prompt == "", "training goes on from the prompt that serves"
+    session.state.cycles = [refused, *[cycle_of("rl", 0.0, 100.0, "refused")] * 3]
+    assert (await decide(session)).evidence["system_prompt"] == "Be careful."
+    # Both were tried over these weights, and training is the only way left; then weights are promoted, and all is open again.
+    session.versions["t-c4-prompt"] = version_of("t-c4-prompt", "versions/t-c1-rl", "Be careful.")
+    session.state.cycles += [{**refused, "candidate": "t-c4-prompt"}]
+    assert (await decide(session)).following is Stage.WARM_START
+    session.versions["t-c1-rl"] = version_of("t-c1-rl", "versions/t-c5-rl", "Be careful.")
+    assert (await decide(session)).evidence["system_prompt"] == "Be brief.", "but not what serves already"
+
+
+async def test_nothing_is_done_where_every_prompt_was_tried_and_there_is_no_other_arm() -> None:
+    session: Any = Loop(mean=0.8, kinds=["fall"], arms=[{"name": "prompts", "prompts": ["Be brief."]}])
+    session.versions["t-c2-prompt"] = version_of("t-c2-prompt", "versions/t-c1-rl", "Be brief.")
+    session.state.cycles = [{**cycle_of("prompts", 0.0, 0.1, "refused"), "candidate": "t-c2-prompt"}]
+    decision = await decide(session)
+    assert (decision.following, decision.word) == (Stage.WATCH, "nothing")
+    assert "every prompt was tried" in decision.why
 
 
 async def test_a_recipe_for_this_very_cycle_is_tried_all_the_same() -> None:

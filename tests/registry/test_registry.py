@@ -357,10 +357,24 @@ def test_first_openings_at_once_make_one_schema(path: Path) -> None:
     assert [(child.communicate()[0], child.returncode) for child in children] == [(b"()\n", 0)] * 4
 
 
+def test_versions_of_schema_2_are_their_weights_alone(registry: Registry, path: Path) -> None:
+    before = registry.get("a")
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE versions DROP COLUMN system_prompt")
+        connection.execute("UPDATE evergrad_schemas SET version = 2")
+    again = Registry(path)
+    assert again.get("a") == before
+    assert again.get("a").system_prompt == ""
+    prompted = replace(version("p", "a"), weights_uri=before.weights_uri, system_prompt="Be brief.\n☃")
+    assert again.register(prompted) == again.get("p") == prompted
+    with pytest.raises(RegistryError, match="differs in system_prompt"):
+        again.register(replace(prompted, system_prompt="Be long."))
+
+
 def test_what_cannot_be_opened_says_why(tmp_path: Path, registry: Registry, path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE evergrad_schemas SET version = 99")
-    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 2.*upgrade Evergrad"):
+    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 3.*upgrade Evergrad"):
         Registry(path)
     (tmp_path / "text").write_text("no database, but long enough to look at " * 50)
     with pytest.raises(DatabaseError, match="file is not a database"):

@@ -25,13 +25,20 @@ class Administration:
 
     Args:
         token: Demanded as a bearer; None closes the routes.
-        on_new_weights: Called after an update, and for a load between the same two steps, with the new names if there are any.
+        on_new_weights: Called after an update.
+        on_load: Called between the same two steps, with the new names if there are any, and the system prompt.
     """
 
     def __init__(
-        self, engine: Engine, steps: StepLoop, token: str | None, on_new_weights: Callable[[tuple[str, ...] | None], None]
+        self,
+        engine: Engine,
+        steps: StepLoop,
+        token: str | None,
+        on_new_weights: Callable[[], None],
+        on_load: Callable[[tuple[str, ...] | None, str], None],
     ) -> None:
-        self._engine, self._steps, self._token, self._on_new_weights = engine, steps, token, on_new_weights
+        self._engine, self._steps, self._token = engine, steps, token
+        self._on_new_weights, self._on_load = on_new_weights, on_load
         self.weights = WeightUpdates(steps)
 
     def routes(self) -> list[Route]:
@@ -71,16 +78,16 @@ class Administration:
     async def _update(self, data: Any) -> Any:
         body = wire.parse_body(wire.UpdateBody, data)
         report = await self._or_conflict(lambda: self.weights.update(body.manifest, body.mode))
-        self._on_new_weights(None)
+        self._on_new_weights()
         return report
 
     async def _load(self, data: Any) -> Any:
         body = wire.parse_body(wire.LoadBody, data)
 
-        def rename() -> None:
-            self._on_new_weights(body.served_names)
+        def loaded() -> None:
+            self._on_load(body.served_names, body.system_prompt)
 
-        return await self._or_conflict(lambda: self.weights.load(body.weights_uri, body.policy_version, rename, body.mode))
+        return await self._or_conflict(lambda: self.weights.load(body.weights_uri, body.policy_version, loaded, body.mode))
 
     async def _load_adapter(self, data: Any) -> Any:
         body = wire.parse_body(wire.AdapterBody, data)

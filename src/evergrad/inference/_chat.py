@@ -14,6 +14,7 @@ from evergrad.inference._openai_wire import ChatBody, ChatMessage
 from evergrad.inference._text import TokenText
 from evergrad.inference._tools import CallFormat, find_format
 from evergrad.inference.config import EngineError
+from evergrad.types import system_message
 
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 _NO_TOOLS = (
@@ -50,8 +51,11 @@ class ChatFormat:
 
         return find_format(render) if self._tokenizer is not None and self._tokenizer.chat_template else None
 
-    def prompt(self, body: ChatBody) -> tuple[int, ...]:
+    def prompt(self, body: ChatBody, system_prompt: str = "") -> tuple[int, ...]:
         """Token ids of the conversation, up to where the assistant speaks.
+
+        Args:
+            system_prompt: The version's own, added to the conversation's system message.
 
         Raises:
             EngineError: no tokenizer, no template, or a conversation that the template refuses.
@@ -68,7 +72,8 @@ class ChatFormat:
             quoted.append(found.group())
             return f"{mark}{len(quoted) - 1}\ue001"
 
-        messages = [self._quoted(self._message(message), quote) for message in body.messages]
+        shown_messages = _with_system_prompt([self._message(message) for message in body.messages], system_prompt)
+        messages = [self._quoted(message, quote) for message in shown_messages]
         options: dict[str, Any] = {}
         if body.offers_tools:
             options["tools"] = [self._quoted(tool.as_dict(), quote) for tool in body.tools]
@@ -128,3 +133,10 @@ class ChatFormat:
             if self._tokenizer.eos_token_id is not None:
                 found.add(self._tokenizer.eos_token_id)
         return tuple(sorted(found))
+
+
+def _with_system_prompt(messages: list[dict[str, Any]], added: str) -> list[dict[str, Any]]:
+    if not added:
+        return messages
+    before, *rest = messages if messages and messages[0]["role"] == "system" else [{"role": "system", "content": ""}, *messages]
+    return [{**before, "content": system_message(before["content"], added)}, *rest]

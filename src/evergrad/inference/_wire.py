@@ -141,6 +141,8 @@ class LoadBody(Config):
     weights_uri: StrictStr
     policy_version: StrictInt
     served_names: tuple[StrictStr, ...] | None = None
+    system_prompt: StrictStr = ""
+    """Added to the system message of every chat with the version from then on."""
     mode: UpdateMode = "keep"
 
 

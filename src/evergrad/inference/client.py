@@ -163,11 +163,15 @@ class EngineClient:
         return await self._http.post("/admin/weights/update", {"manifest": manifest})
 
     async def load_weights(
-        self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None
+        self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None, system_prompt: str = ""
     ) -> dict[str, Any]:
-        """Has the engine read a folder: ``{policy_version, pause_s, seconds}``. Refused, the old version stays."""
-        names = None if served_names is None else list(served_names)
-        body = {"weights_uri": weights_uri, "policy_version": policy_version, "served_names": names}
+        """Has the engine read a folder: ``{policy_version, pause_s, seconds}``. Refused, the old version stays.
+
+        Args:
+            system_prompt: Added to the system message of every chat from then on; requests in tokens are as they are.
+        """
+        body: dict[str, Any] = {"weights_uri": weights_uri, "policy_version": policy_version, "system_prompt": system_prompt}
+        body["served_names"] = None if served_names is None else list(served_names)
         return await self._http.post("/admin/weights/load", body)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:

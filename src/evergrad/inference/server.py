@@ -58,12 +58,14 @@ class EngineServer:
         self.engine = engine
         self.chat = ChatFormat(Path(engine.config.model), engine.model.eos_token_ids, engine.text)
         self.served_names: tuple[str, ...] = tuple(dict.fromkeys((*engine.config.served_names, Path(engine.config.model).name)))
+        self.system_prompt = ""
+        """Of the version that is loaded; adapters under names of their own have none."""
         self._on_ready = on_ready
         self._metrics = Metrics(engine)
         self._exchange = Exchange(engine, self._metrics, on_death)
         self._steps = self._exchange.steps
         self._metrics.watch(self._steps)
-        self._admin = Administration(engine, self._steps, token, self._take_names)
+        self._admin = Administration(engine, self._steps, token, self._answer, self._take_version)
         self._started = int(time.time())
         self._loading = engine.config.awaits_weights
         self.app = self._build_app()
@@ -95,8 +97,12 @@ class EngineServer:
         await self._exchange.stop()
         self._admin.weights.close()
 
-    def _take_names(self, names: tuple[str, ...] | None) -> None:
+    def _answer(self) -> None:
         self._loading = False
+
+    def _take_version(self, names: tuple[str, ...] | None, system_prompt: str) -> None:
+        self._answer()
+        self.system_prompt = system_prompt
         if names is not None:
             self.served_names = names
 
@@ -175,7 +181,8 @@ class EngineServer:
         body = await self._read(ChatBody, request)
         adapter = self._adapter(body.model)
         self._require_fit(sum(len(message.text()) for message in body.messages), "messages")
-        token_ids = await asyncio.to_thread(self.chat.prompt, body)
+        system_prompt = self.system_prompt if adapter is None else ""
+        token_ids = await asyncio.to_thread(self.chat.prompt, body, system_prompt)
         limit = body.max_completion_tokens or body.max_tokens or self.engine.model.max_len
         asked = EngineRequest(
             uuid.uuid4().hex,

@@ -47,6 +47,8 @@ def render_certificate(certificate: Mapping[str, Any]) -> str:
 def _compared(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("candidate", _code(content["candidate_id"])), ("incumbent", _code(content["incumbent_id"]))]
     rows += [(f"anchor on {suite}", _code(name)) for suite, name in content["plan"]["anchors"].items()]
+    if content.get("system_prompt"):
+        rows.append(("system prompt of the candidate", _code(content["system_prompt"])))
     for name, suite in content["suites"].items():
         role = "must be better on" if name == content["plan"]["primary"] else "guard"
         rows.append((role, f"{_e(name)}, {_e(suite['tasks'])} tasks {_code(suite['suite_hash'])}"))

@@ -47,6 +47,7 @@ def _content(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Ga
         "cycle": session.state.cycle,
         "trigger": session.state.trigger,
         **statement(verdict, plan),
+        "system_prompt": candidate.system_prompt,
         "suites": {each.name: _suite(session, each) for each in suites},
         "costs": _costs(session.state, verdict, plan.primary, session.config.worth),
         "hashes": {
@@ -54,6 +55,7 @@ def _content(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Ga
             "verdict": content_hash(verdict),
             "reports": verdict.evidence["reports"],
             "weights": {each: folder_hash(run / session.registry.get(each).weights_uri) for each in versions},
+            "system_prompts": {each: content_hash(session.registry.get(each).system_prompt) for each in versions},
             "recipe": candidate.recipe_hash,
             "configuration": config_hash(run),
             "price_book": plan.price_book,

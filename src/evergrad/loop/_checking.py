@@ -17,7 +17,7 @@ from evergrad.loop._teaching import require_same_tokens
 from evergrad.loop.certificate import KEY_VARIABLE, signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.registry import Registry, base_model
-from evergrad.rollouts import derive_seed
+from evergrad.rollouts import Renderer, derive_seed
 from evergrad.types import EvergradError, InputError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
     _check_lengths(config, deployed)
     student = base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
     _check_teachers(config, student)
+    _check_prompts(config, deployed, student)
 
 
 def _check_audit(config: RunConfig) -> None:
@@ -81,6 +82,30 @@ def _check_teachers(config: RunConfig, student: Path) -> None:
                 hint="define hint(self) in it, which returns what a teacher is told, or set rl.distill.hint = false",
             )
         taskset.hint(taskset.tasks("train", 1, config.seed)[0])
+
+
+def _check_prompts(config: RunConfig, deployed: list[dict[str, Any]], student: Path) -> None:
+    """The model reads system messages, and after each prompt that is to be tried there is room for a task and its answer."""
+    texts = {text: arm.name for arm in config.arms for text in arm.prompts}
+    if not texts:
+        return
+    from transformers import AutoTokenizer
+
+    renderer = Renderer(AutoTokenizer.from_pretrained(student))
+    if not renderer.has_system:
+        raise InputError(
+            f"the chat template of '{config.model}' has no system message, to which prompts could be added",
+            hint="leave the arms with prompts out, or put the text into the environment's own prompts",
+        )
+    for settings in deployed:
+        task = Taskset(config.environment.name, settings).tasks("train", 1, config.seed)[0]
+        for text, arm in texts.items():
+            length, most = len(renderer.prompt(task.with_system_prompt(text).prompt)), task.limits.max_total_tokens
+            if length >= most:
+                raise InputError(
+                    f"with the prompt '{text[:40]}…' of arm '{arm}' a task begins with {length} tokens, of {most} in a rollout",
+                    hint="shorten the prompt, or raise limits.max_total_tokens in the environment",
+                )
 
 
 def _check_prices(config: RunConfig) -> None:

@@ -1,8 +1,8 @@
 """DECIDE: whether this cycle trains at all.
 
-Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START, or WATCH where training would buy nothing:
-the suite is saturated, its verifier was convicted by a gold audit and has not been repaired since, or no way of getting better
-is worth its price.
+Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START, or MEASURE where a system prompt is tried,
+which trains nothing, or WATCH where nothing would be bought: the suite is saturated, its verifier was convicted by a gold audit
+and has not been repaired since, or no way of getting better is worth its price.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from evergrad.evals import SATURATED_ABOVE, is_saturated
 from evergrad.ledger import NOTHING
-from evergrad.loop._choosing import choose, evidence, told
+from evergrad.loop._choosing import choose, evidence, open_arms, told
 from evergrad.loop._folder import Stage
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
@@ -25,6 +25,8 @@ async def decide(session: Session) -> Decision:
     """The first stage of each cycle."""
     state, suite = session.state, session.suite(session.state.deployed)
     state.arm = None
+    serves = session.registry.resolve(PRODUCTION)
+    state.system_prompt = session.registry.get(serves).system_prompt if serves is not None else ""
     why = session.distrust(state.deployed)
     if why is not None:
         text = f"no training on {suite}, whose rewards are not to be trusted: {why}"
@@ -43,12 +45,17 @@ async def decide(session: Session) -> Decision:
         return _told(session, Decision(Stage.WATCH, "retired", text, _evidence(session)))
     if state.cycle == 1:
         return Decision(Stage.WARM_START, "train", state.trigger, _evidence(session))
-    choice = choose(session.config, state, suite, session.spent_usd(), urgent=bool(urgent))
+    arms = open_arms(session.config, state, session.registry, suite)
+    choice = choose(session.config, state, suite, session.spent_usd(), list(arms), urgent=bool(urgent))
     figures = {**_evidence(session), **evidence(choice)}
     if choice.arm == NOTHING:
         return _told(session, Decision(Stage.WATCH, NOTHING, told(choice), figures))
-    state.arm = choice.arm
-    return Decision(Stage.WARM_START, "train", f"{state.trigger}: {told(choice)}", figures)
+    state.arm, prompt = choice.arm, arms[choice.arm]
+    if not prompt:
+        return Decision(Stage.WARM_START, "train", f"{state.trigger}: {told(choice)}", figures)
+    state.system_prompt = prompt
+    session.event(f"cycle {state.cycle} tries a system prompt, and trains nothing: {prompt.splitlines()[0][:80]}")
+    return Decision(Stage.MEASURE, "prompt", f"{state.trigger}: {told(choice)}", {**figures, "system_prompt": prompt})
 
 
 def last_score(session: Session, suite: str) -> dict[str, Any] | None:

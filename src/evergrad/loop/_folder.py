@@ -70,6 +70,8 @@ class LoopState:
     trigger: str = "first start"
     arm: str | None = None
     """Which of the configured ways this cycle tries; ``None`` for the first cycle, and for trials."""
+    system_prompt: str = ""
+    """Of this cycle's candidate: the one that is tried, or else that of the version that it is trained from."""
     trigger_kinds: list[str] = field(default_factory=list)
     """By name, what set this cycle off."""
     deployed: dict[str, Any] = field(default_factory=dict)
@@ -88,6 +90,10 @@ class LoopState:
     """``version_id``, ``suite``, ``successes`` and ``requests`` of all live traffic that this version has had on this suite."""
     new_failures: int = 0
     """Verified failures of live traffic in this cycle."""
+    customers_live: dict[str, Any] = field(default_factory=dict)
+    """``version_id``, ``suite`` and ``failures`` of the stored conversations that this version has had on this suite."""
+    customers_seen: int = 0
+    """Number of the last stored conversation that was looked at for drift."""
     watch_checks: int = 0
     changes_applied: int = 0
     audited: list[list[float]] = field(default_factory=list)
@@ -151,7 +157,8 @@ class RunFolder:
         return read_state(path) if path.exists() else initial
 
     def save_state(self, state: LoopState) -> None:
-        write_json(self.path / "state.json", dataclasses.asdict(state))
+        # Not ``asdict``, which copies all of it once more; it holds JSON values alone.
+        write_json(self.path / "state.json", {each.name: getattr(state, each.name) for each in dataclasses.fields(state)})
 
     def save_wall_time(self, wall_s: float) -> None:
         """Puts the seconds up to now into the state as it was last saved, and changes nothing else of it."""

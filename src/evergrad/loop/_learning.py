@@ -314,7 +314,8 @@ def _spread(number: int, share: float) -> tuple[int, bool]:
 
 
 async def _run_one(session: Session, buffer: Buffer, ticket: Ticket, plan: _Plan) -> None:
-    rl, task, group_id, settings = session.recipe.rl, plan.task, plan.group_id, plan.settings
+    rl, group_id, settings = session.recipe.rl, plan.group_id, plan.settings
+    task = plan.task.with_system_prompt(session.state.system_prompt)
     if plan.live is not None and session.traffic is not None:
         # Before anything is learned from it: whoever asks to be forgotten is told of every version that may have.
         session.traffic.record_use(session.version_id("rl"), plan.live)
@@ -370,7 +371,8 @@ async def _demonstrations(session: Session, settings: Mapping[str, Any], count: 
     state, recipe = session.state, session.recipe.warm_start
     taskset = session.taskset({**settings, **recipe.settings})
     tasks = taskset.tasks("train", count, seed=derive_seed(session.config.seed, "demonstrations", state.cycle))
-    groups = await demonstrate(tasks, taskset, session.renderer)
+    asked = [task.with_system_prompt(state.system_prompt) for task in tasks]
+    groups = await demonstrate(asked, taskset, session.renderer)
     return [list(assign_advantages(group, "constant")) for group in groups]
 
 

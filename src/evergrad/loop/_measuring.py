@@ -41,25 +41,30 @@ async def measure(session: Session) -> Decision:
     state = session.state
     session.writer.discard()
     await session.follow()
-    learned = any(step["kind"] == "rl" and step["cycle"] == state.cycle for step in state.steps)
-    candidate = await session.register("rl" if learned else "sft", session.contracts())
+    candidate = await _candidate(session)
     if _serves_already(session, candidate):
         told = f"no RL step was done, so there is nothing to measure: {candidate.version_id} serves already"
         session.event(told)
         return Decision(Stage.WATCH, "nothing new", told)
     incumbent = _incumbent(session, candidate)
+    if session.config.prompts_of(state.arm) and candidate.weights_uri != incumbent.weights_uri:
+        told = f"{candidate.version_id} is a prompt over weights that serve no more: {incumbent.version_id} took their place"
+        session.event(told)
+        return Decision(Stage.WATCH, "nothing new", told)
     history = verdicts_before(session.registry, candidate.version_id, incumbent.version_id)
     suites = gate_suites(session, history)
     primary = suites[0].name
     anchors = anchor_reports(session, suites, candidate, incumbent)
     plan = write_plan(session, candidate, incumbent, suites, anchors, history)
+    # The engine that serves has the weights of both where only the prompt differs.
+    holder = session.serving.client if candidate.weights_uri == incumbent.weights_uri else session.engine
     before, after = {}, {}
     for each in suites:
         session.safe_point()
         before[each.name] = await report_for(session, incumbent, each.settings, session.serving.client, each.draw)
         rival = before[each.name] if each.name == primary else None
         session.safe_point()
-        after[each.name] = await report_for(session, candidate, each.settings, session.engine, each.draw, rival)
+        after[each.name] = await report_for(session, candidate, each.settings, holder, each.draw, rival)
         if rival is not None and GIVEN_UP in after[each.name].outcomes:
             break  # refused already, whatever the guards say
     costs = Costs(task_costs(state, candidate.version_id, primary), task_costs(state, incumbent.version_id, primary))
@@ -87,6 +92,15 @@ async def measure(session: Session) -> Decision:
     word = ("passed" if begun else "promoted") if verdict.promote else "refused"
     text = f"{word} {candidate.version_id} against {incumbent.version_id}: {'; '.join(verdict.reasons)}"
     return Decision(Stage.RELEASE if begun else Stage.WATCH, word, text, plain(verdict.evidence, "null"))
+
+
+async def _candidate(session: Session) -> ModelVersion:
+    """What this cycle has made: a system prompt over the weights that serve, or the weights that LEARN left."""
+    state = session.state
+    if session.config.prompts_of(state.arm):
+        return session.register_prompt(session.contracts())
+    learned = any(step["kind"] == "rl" and step["cycle"] == state.cycle for step in state.steps)
+    return await session.register("rl" if learned else "sft", session.contracts())
 
 
 def _serves_already(session: Session, candidate: ModelVersion) -> bool:
@@ -171,7 +185,7 @@ async def report_for(
 
     async def run(task: Task) -> Rollout:
         rollout = await greedy_rollout(
-            task,
+            task.with_system_prompt(version.system_prompt),
             taskset,
             client,
             session.renderer,
@@ -218,6 +232,7 @@ def _record_cycle(
             "cycle": state.cycle,
             "trigger": state.trigger,
             "arm": state.arm,
+            "system_prompt": state.system_prompt,
             "suite": suite,
             "score_before": before[suite].mean,
             "score_after": after[suite].mean,

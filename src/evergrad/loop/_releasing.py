@@ -15,6 +15,7 @@ ends the release.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,23 @@ from evergrad.config import parse_config
 from evergrad.evals import CanaryConfig, CanaryStep, rule_on_canary
 from evergrad.inference import Completes, Front, Shadow, Split
 from evergrad.loop._folder import Stage
-from evergrad.loop._playing import play
+from evergrad.loop._playing import drawn_tasks, play
 from evergrad.loop._serving import PRODUCTION, Standby
 from evergrad.loop._session import Session
 from evergrad.loop.decisions import Decision
 from evergrad.loop.placement import WorkerDied
 from evergrad.registry import RegistryError
-from evergrad.types import EvergradError, Release, ReleaseState, Rollout, SessionOutcome, Verdict
+from evergrad.types import (
+    Completion,
+    EvergradError,
+    Release,
+    ReleaseState,
+    Rollout,
+    Sampling,
+    SessionOutcome,
+    Side,
+    Verdict,
+)
 
 ACTOR = "canary"
 """Who moves a release, in the audit."""
@@ -90,12 +101,18 @@ class _Stages:
     begun_at: Release
     front: Front = field(init=False)
     shadow: Shadow = field(init=False)
+    prompts: dict[Side, str] = field(init=False)
+    """The system prompt of each version."""
     shadow_checks: int = 0
+    _as_candidate: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """How conversations of the shadow begin, and how the candidate is asked the same, where its system prompt differs."""
 
     def __post_init__(self) -> None:
         live, candidate = self.session.serving.client, self.standby.client
+        incumbent = self.session.registry.get(self.begun_at.incumbent_id)
+        self.prompts = {Side.INCUMBENT: incumbent.system_prompt, Side.CANDIDATE: self.standby.version.system_prompt}
         self.front = Front(live, candidate, Split(self.begun_at.salt, self.begun_at.share))
-        self.shadow = Shadow(live, candidate)
+        self.shadow = Shadow(live, self._copied)
 
     async def check(self, found: Release) -> Release:
         """What follows from the outcomes so far, or else one more check of live traffic; where the release stands by then."""
@@ -120,10 +137,30 @@ class _Stages:
         return found
 
     async def _play_shadow(self) -> None:
+        name = f"shadow-{self.session.state.cycle:03d}-{self.shadow_checks:03d}"
+        self._render_copies(name)
         with self.session.clock.phase("shadow"):
-            await self._play(f"shadow-{self.session.state.cycle:03d}-{self.shadow_checks:03d}", self.shadow)
+            await self._play(name, self.shadow, lambda session_id: self.prompts[Side.INCUMBENT])
             await self.shadow.settle()
         self.shadow_checks += 1
+
+    def _render_copies(self, name: str) -> None:
+        """Renders the tasks of a check under both system prompts; nothing where both versions have the same."""
+        session, (live, candidate) = self.session, (self.prompts[Side.INCUMBENT], self.prompts[Side.CANDIDATE])
+        if live == candidate:
+            return
+        for task in drawn_tasks(session, self._asked, session.config.watch.requests, name=name, source="live"):
+            before, after = (session.renderer.prompt(task.with_system_prompt(each).prompt) for each in (live, candidate))
+            self._as_candidate[before] = after
+
+    async def _copied(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session_id: str | None = None
+    ) -> Completion:
+        """The candidate's answer to a copy of a request, which begins as the candidate's conversations do."""
+        ids = tuple(prompt_token_ids)
+        beginning = next((each for each in self._as_candidate if ids[: len(each)] == each), ())
+        asked = (*self._as_candidate.get(beginning, ()), *ids[len(beginning) :])
+        return await self.standby.client(asked, sampling, session_id=session_id)
 
     async def _judge_shadow(self, found: Release) -> Release | None:
         shadow = self.shadow
@@ -138,7 +175,11 @@ class _Stages:
         # Every session of a check is put down with it, so the number of outcomes says which check comes next.
         number = len(releases.outcomes(found)) // self.session.config.watch.requests
         with self.session.clock.phase("serve"):
-            rollouts = await self._play(f"canary-{self.session.state.cycle:03d}-{number:03d}", self.front)
+            rollouts = await self._play(
+                f"canary-{self.session.state.cycle:03d}-{number:03d}",
+                self.front,
+                lambda session_id: self.prompts[self.front.side(session_id)],
+            )
         releases.observe(found, [self._outcome(each, found.share) for each in rollouts])
 
     async def _judge_canary(self, found: Release) -> Release | None:
@@ -153,10 +194,13 @@ class _Stages:
             return await self._promote(found, ruling.reason, ruling.evidence)
         return self._widen(found, ruling.reason, ruling.evidence)
 
-    async def _play(self, name: str, client: Completes) -> list[Rollout]:
-        session = self.session
-        asked = {**session.state.deployed, **session.state.customers}
-        return await play(session, asked, session.config.watch.requests, client, name=name, source="live")
+    @property
+    def _asked(self) -> dict[str, Any]:
+        return {**self.session.state.deployed, **self.session.state.customers}
+
+    async def _play(self, name: str, client: Completes, system_prompt: Callable[[str], str]) -> list[Rollout]:
+        session, requests = self.session, self.session.config.watch.requests
+        return await play(session, self._asked, requests, client, name=name, source="live", system_prompt=system_prompt)
 
     def _outcome(self, rollout: Rollout, share: float) -> SessionOutcome:
         session_id = rollout.rollout_id

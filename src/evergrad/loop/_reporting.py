@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 from evergrad.evals import GIVEN_UP, error_reduction
@@ -16,11 +18,26 @@ from evergrad.loop.config import RunConfig
 from evergrad.loop.report import write_report
 from evergrad.registry import Registry
 
+PAGE_SHARE = 0.05
+"""Of a run's time, at most, that goes into drawing its page while it runs: stages of a tiny model end every few seconds."""
 
-def report(session: Session) -> None:
-    """Writes both report files; called after every stage."""
-    session.clock.settle()
-    _write(session.config, session.folder, session.state, session.registry, session.ledger, session.wall_s())
+
+class Reporter:
+    """Keeps the report of a running run up to date: its figures after every stage, its page as often as ``PAGE_SHARE`` allows.
+    Whoever ends the run draws it once more."""
+
+    def __init__(self) -> None:
+        self._next_page = -math.inf
+
+    def report(self, session: Session) -> None:
+        """Called after every stage."""
+        started = time.monotonic()
+        page = started >= self._next_page
+        session.clock.settle()
+        _write(session.config, session.folder, session.state, session.registry, session.ledger, session.wall_s(), page=page)
+        if page:
+            ended = time.monotonic()
+            self._next_page = ended + (ended - started) * (1 / PAGE_SHARE - 1)
 
 
 def rebuild_report(config: RunConfig, folder: RunFolder) -> None:
@@ -30,7 +47,16 @@ def rebuild_report(config: RunConfig, folder: RunFolder) -> None:
         _write(config, folder, state, registry, ledger, state.wall_s)
 
 
-def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Registry, ledger: Ledger, wall_s: float) -> None:
+def _write(
+    config: RunConfig,
+    folder: RunFolder,
+    state: LoopState,
+    registry: Registry,
+    ledger: Ledger,
+    wall_s: float,
+    *,
+    page: bool = True,
+) -> None:
     summary = ledger.summary()
     write_report(
         folder.path,
@@ -61,6 +87,7 @@ def _write(config: RunConfig, folder: RunFolder, state: LoopState, registry: Reg
             "frontier": _frontier(config, state),
             "index": version_index(config, state, registry.resolve(PRODUCTION)),
         },
+        page=page,
     )
 
 
@@ -108,6 +135,7 @@ def _versions(registry: Registry) -> list[dict[str, Any]]:
             "parent_id": version.parent_id,
             "policy_version": version.policy_version,
             "created_at": version.created_at,
+            "system_prompt": version.system_prompt,
             "aliases": [serving[version.version_id]] if version.version_id in serving else [],
         }
         for version in registry.list()

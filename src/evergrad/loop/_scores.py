@@ -59,9 +59,21 @@ def score_row(report: EvalReport, rollouts: Sequence[Rollout], usd: float | None
 def live_row(cycle: int, check: int, suite: str, version_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Live traffic as a row; it has no ``suite_hash``, for no two checks see the same tasks."""
     rewards = [float(each.reward or 0.0) for each in rollouts if each.outcome.trainable]
+    label = f"live, cycle {cycle}" + (f", check {check + 1}" if check else "")
+    return _traffic_row(label, cycle, check, suite, version_id, rewards)
+
+
+def customers_row(cycle: int, suite: str, version_id: str, scores: Sequence[float]) -> dict[str, Any]:
+    """All stored conversations with a version on a suite as one row, of no single check; it replaces the one before."""
+    return _traffic_row(f"live, customers of {version_id} on {suite}", cycle, None, suite, version_id, scores)
+
+
+def _traffic_row(
+    label: str, cycle: int, check: int | None, suite: str, version_id: str, rewards: Sequence[float]
+) -> dict[str, Any]:
     n = len(rewards)
     return {
-        "label": f"live, cycle {cycle}" + (f", check {check + 1}" if check else ""),
+        "label": label,
         "cycle": cycle,
         "check": check,
         "suite": suite,

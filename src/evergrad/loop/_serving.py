@@ -98,7 +98,7 @@ class Serving:
         self.standby = standby = Standby(version, worker, EngineClient(worker.base_url, worker.token))
         try:
             uri = str(self._root / version.weights_uri)
-            await standby.client.load_weights(uri, version.policy_version, served_names=[version.version_id])
+            await standby.client.load_weights(uri, version.policy_version, [version.version_id], version.system_prompt)
             await require_probe(version.metadata.get("probe"), standby.client, f"candidate {version.version_id}")
         except EvergradError:
             await self.end_standby()
@@ -113,9 +113,8 @@ class Serving:
             await standby.worker.stop()
 
     async def _load(self, version: ModelVersion) -> None:
-        await self.client.load_weights(
-            str(self._root / version.weights_uri), version.policy_version, served_names=[PRODUCTION, version.version_id]
-        )
+        uri, names = str(self._root / version.weights_uri), [PRODUCTION, version.version_id]
+        await self.client.load_weights(uri, version.policy_version, names, version.system_prompt)
 
     async def __aenter__(self) -> Serving:
         return self

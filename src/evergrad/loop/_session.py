@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from evergrad.envs import Taskset
+from evergrad.envs import Taskset, content_hash
 from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import EnergyMeter, Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
@@ -34,7 +34,7 @@ from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.decisions import Decision, take
 from evergrad.loop.pausing import Paused, pause_of
 from evergrad.loop.placement import LocalPlacement
-from evergrad.loop.traffic import LiveTask, TrafficStore, traffic_path
+from evergrad.loop.traffic import LiveTask, ServedTraffic, TrafficStore, traffic_path
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import (
     BufferState,
@@ -67,6 +67,7 @@ class Session:
         self._tasks: dict[str, Sequence[Task]] = {}
         self._live_tasks: dict[str, list[LiveTask]] = {}
         self._traffic: TrafficStore | None = None
+        self._served_traffic: ServedTraffic | None = None
         self._exit = contextlib.AsyncExitStack()
         self.task_choice: TaskChoice | None = None
         """Of the phase that is under way, where it draws its tasks by what they teach."""
@@ -278,6 +279,13 @@ class Session:
             self._traffic = self._exit.enter_context(TrafficStore(traffic_path(self.folder.path)))
         return self._traffic
 
+    @property
+    def served_traffic(self) -> ServedTraffic | None:
+        """The same as evidence; ``None`` where none was ever stored."""
+        if self._served_traffic is None and self.traffic is not None:
+            self._served_traffic = ServedTraffic(self.traffic)
+        return self._served_traffic
+
     # -- weights ---------------------------------------------------------------------------------------------------------
 
     async def train(
@@ -344,9 +352,9 @@ class Session:
     def require_holder(self, client: InferenceClient, version: ModelVersion) -> None:
         """
         Raises:
-            EvergradError: ``client`` is the serving engine and it serves another version than the one to be measured.
+            EvergradError: ``client`` is the serving engine and it serves other weights than those to be measured.
         """
-        if client is self.engine or (self.serving.version and self.serving.version.version_id == version.version_id):
+        if client is self.engine or (self.serving.version and self.serving.version.weights_uri == version.weights_uri):
             return
         serves = self.serving.version.version_id if self.serving.version else "nothing"
         raise EvergradError(
@@ -407,8 +415,34 @@ class Session:
                 "trigger": self.state.trigger,
                 "probe": {"token_ids": probe, "logprobs": await self.trainer.logprobs(probe)},
             },
+            system_prompt=self.state.system_prompt,
         )
         return self.registry.register(version)
+
+    def register_prompt(self, contracts: Mapping[str, str]) -> ModelVersion:
+        """The weights that serve, with this cycle's system prompt, as a version; after a crash it is the same one again."""
+        version_id = self.version_id("prompt")
+        if version_id in (known.version_id for known in self.registry.list()):
+            return self.registry.get(version_id)
+        parent = self.registry.find(PRODUCTION)
+        recipe = content_hash({"weights": parent.recipe_hash, "system_prompt": self.state.system_prompt})
+        metadata = {
+            "contracts": dict(contracts),
+            "suite": self.suite(self.state.deployed),
+            "cycle": self.state.cycle,
+            "trigger": self.state.trigger,
+            "probe": parent.metadata.get("probe"),
+        }
+        prompted = replace(
+            parent,
+            version_id=version_id,
+            parent_id=parent.version_id,
+            recipe_hash=recipe,
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            metadata=metadata,
+            system_prompt=self.state.system_prompt,
+        )
+        return self.registry.register(prompted)
 
     async def follow(self) -> None:
         """Serves what ``production`` points at; a move of the alias that this run did not make is told."""
@@ -417,7 +451,7 @@ class Session:
             return
         self.state.serving = version.version_id
         move = self.registry.history(PRODUCTION)[-1]
-        own = version.version_id in (self.version_id("rl"), self.version_id("sft"))
+        own = version.version_id in map(self.version_id, ("rl", "sft", "prompt"))
         by_gate = move.action != "rollback" and not move.verdict.get("evidence", {}).get("by_hand")
         if known is not None and not (own and by_gate):
             self.event(f"{PRODUCTION} was moved by hand: {known} → {version.version_id} ({move.action}: {move.reason})")

@@ -1,6 +1,7 @@
 """WATCH: live traffic against the served version, and what in it starts the next cycle.
 
-Consumes live rollouts; waits for ``watch.requests`` of them per check; a trigger unblocks the next cycle.
+Consumes live rollouts, and with each check what customers' stored conversations have come to since; waits for
+``watch.requests`` rollouts per check; a trigger unblocks the next cycle.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from typing import Any
 
 from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._playing import play
-from evergrad.loop._scores import keep_row, live_row, speaking_row
+from evergrad.loop._scores import customers_row, keep_row, live_row, speaking_row
 from evergrad.loop._session import Session
 from evergrad.loop._spending import unspent
 from evergrad.loop.decisions import Decision
 from evergrad.loop.pausing import Paused, request_pause
 from evergrad.loop.quarantine import breaking_changes
+from evergrad.loop.traffic import CustomerOutcomes
 from evergrad.loop.triggers import Live, drift_of, fired
-from evergrad.types import Outcome, Rollout
+from evergrad.types import ModelVersion, Outcome, Rollout
 
 REFERENCE_TASKS = 96
 """Of the environment's own requests, with which those of customers are compared."""
@@ -32,7 +34,7 @@ async def watch(session: Session) -> Decision:
         await session.follow()
         asked = {**state.deployed, **state.customers}
         rollouts = await serve_traffic(session, asked, config.watch.requests, check=state.watch_checks)
-        triggers = _judge(session, rollouts)
+        triggers = await _judge(session, rollouts)
         state.watch_checks += 1
         distrust = session.distrust(state.deployed)
         if triggers and distrust is None:
@@ -65,21 +67,32 @@ async def serve_traffic(session: Session, settings: Mapping[str, Any], requests:
     Raises:
         WorkerDied: the engine ended meanwhile; the check is made again when it is back.
     """
-    name = f"live-{session.state.cycle:03d}-{check:03d}"
+    name, version = f"live-{session.state.cycle:03d}-{check:03d}", session.serving.version
+    assert version is not None
     with session.clock.phase("serve"):
-        rollouts = await play(session, settings, requests, session.serving.client, name=name, source="live")
+        rollouts = await play(
+            session,
+            settings,
+            requests,
+            session.serving.client,
+            name=name,
+            source="live",
+            system_prompt=lambda session_id: version.system_prompt,
+        )
         if any(rollout.outcome is Outcome.ENVIRONMENT_FAULT for rollout in rollouts):
             await session.serving.require_alive()
     return rollouts
 
 
-def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str]:
+async def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str]:
     """Adds one check to what traffic has shown so far; the triggers that it sets off."""
     state, version, config = session.state, session.serving.version, session.config.watch
     assert version is not None
     suite = session.suite(state.deployed)
     measured = speaking_row(state, version, suite)
     successes, requests = count_traffic(state, version.version_id, suite, rollouts)
+    customers = await _customers(session, version, suite)
+    drift, drifted = _drift(session, rollouts)
     live = Live(
         successes=state.live["successes"],
         requests=state.live["requests"],
@@ -87,14 +100,51 @@ def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str]:
         n_gate=measured["n"] if measured else 0,
         new_failures=state.new_failures,
         contract_changed=session.taskset(state.deployed).contract_hash not in version.metadata["contracts"].values(),
-        drift=drift_of(rollouts, _reference(session), session.config.seed) if config.drift_alpha is not None else None,
+        drift=drift,
+        drifted=drifted,
         check=state.watch_checks + 1,
+        customers=customers,
     )
     share = f" ({successes / requests:.0%})" if requests else ""
     unmeasured = "" if measured else f"; {version.version_id} was never measured, so nothing to compare with"
     session.event(f"live traffic on {suite}: {successes}/{requests} succeed{share}{unmeasured}")
     keep_row(state, live_row(state.cycle, state.watch_checks, suite, version.version_id, rollouts))
     return fired(live, config)
+
+
+async def _customers(session: Session, version: ModelVersion, suite: str) -> CustomerOutcomes | None:
+    """How customers' stored conversations with the served version ended; its new failures are added to those of the cycle."""
+    state, served = session.state, session.served_traffic
+    if served is None:
+        return None
+    with session.clock.phase("serve"):
+        found = await served.outcomes(session.taskset(state.deployed), version.version_id)
+    judged, failures = len(found.scores), len(found.scores) - found.successes
+    whose = {"version_id": version.version_id, "suite": suite}
+    before = state.customers_live if {**state.customers_live, **whose} == state.customers_live else {"failures": 0}
+    state.new_failures += max(0, failures - before["failures"])  # a score may be taken back, or a customer be forgotten
+    state.customers_live = {**whose, "failures": failures}
+    if judged:
+        session.event(
+            f"customers of {version.version_id} on {suite}: {found.successes}/{judged} conversations succeeded "
+            f"({found.by_customers} by their own score, {found.pending} not judged yet)"
+        )
+        keep_row(state, customers_row(state.cycle, suite, version.version_id, found.scores))
+    return found
+
+
+def _drift(session: Session, rollouts: Sequence[Rollout]) -> tuple[float | None, str]:
+    """Whether requests are others than they were; customers' as soon as there are as many new ones as a check has requests."""
+    state, config, served = session.state, session.config.watch, session.served_traffic
+    if config.drift_alpha is None:
+        return None, ""
+    customers = None
+    if served is not None:
+        before, late, last = served.requests(state.customers_seen, REFERENCE_TASKS)
+        if len(late) >= config.requests:
+            state.customers_seen = last
+            customers = (before, late) if len(before) >= config.requests else None
+    return drift_of(rollouts, _reference(session), session.config.seed, customers)
 
 
 def count_traffic(state: LoopState, version_id: str, suite: str, rollouts: Sequence[Rollout]) -> tuple[int, int]:

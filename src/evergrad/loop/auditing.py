@@ -100,6 +100,7 @@ def audit(run: Path, certificate: Mapping[str, Any], public_key: Ed25519PublicKe
         "reports": lambda: _reports(run, content),
         "ruling made again": lambda: _ruled_again(run, content),
         "weights": lambda: _weights(run, content),
+        "system prompts": lambda: _system_prompts(run, content),
         "configuration": lambda: _same(content["hashes"]["configuration"], config_hash(run)),
         "price book": lambda: _price_book(run, content),
         "environment and tasks": lambda: _tasks(content, known),
@@ -275,6 +276,20 @@ def _weights(run: Path, content: Mapping[str, Any]) -> Told:
     if changed:
         return State.FAILS, f"not those that were measured: {', '.join(changed)}"
     return f"of {' and '.join(places)} as measured"
+
+
+def _system_prompts(run: Path, content: Mapping[str, Any]) -> Told:
+    signed = content["hashes"].get("system_prompts")
+    if signed is None:
+        return "none: it was issued when versions had none"
+    with Registry(run / "registry.sqlite") as registry:
+        texts = {name: registry.get(name).system_prompt for name in signed}
+    changed = [name for name, text in texts.items() if content_hash(text) != signed[name]]
+    if texts[content["candidate_id"]] != content["system_prompt"]:
+        changed.append("the text in it")
+    if changed:
+        return State.FAILS, f"not those that were measured: {', '.join(dict.fromkeys(changed))}"
+    return "as measured" if any(texts.values()) else "none"
 
 
 def _price_book(run: Path, content: Mapping[str, Any]) -> Told:

@@ -7,8 +7,10 @@ Rooms keep the settings they need next to their own code; here they are put toge
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -254,6 +256,52 @@ class ArmConfig(RecipeConfig):
 
     name: str = Field(min_length=1)
     """Such as ``rl`` or ``demonstrations``; ``nothing`` always takes part, and needs no line."""
+    prompts: list[str] = Field(default_factory=list)
+    """Texts to add to the system message, one a try, over the weights that serve: an arm that has any trains nothing. A single
+    word that ends in ``.txt`` or ``.md`` is the path of a file with the text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trains_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or not data.get("prompts"):
+            return data
+        return {**data, **{key: {**count, **dict(data.get(key) or {})} for key, count in _NO_TRAINING.items()}}
+
+    @field_validator("prompts")
+    @classmethod
+    def _texts(cls, prompts: list[str], info: ValidationInfo) -> list[str]:
+        texts = [_text_of(prompt, info).strip() for prompt in prompts]
+        if len(set(texts)) < len(texts) or "" in texts:
+            raise ValueError("each prompt must be a text of its own, and none may be empty")
+        return texts
+
+    @model_validator(mode="after")
+    def _prompts_alone(self) -> ArmConfig:
+        if self.prompts and (self.warm_start.demonstrations or self.warm_start.replay or self.rl.steps):
+            raise ValueError(
+                f"arm '{self.name}' has prompts and a recipe, so nobody could tell which of them helped; make two arms of it"
+            )
+        return self
+
+
+_NO_TRAINING: Mapping[str, Mapping[str, int]] = {"warm_start": {"demonstrations": 0}, "rl": {"steps": 0}}
+
+
+def _text_of(prompt: str, info: ValidationInfo) -> str:
+    """The prompt, or what is in its file: a run keeps the text, so that nobody changes it by changing the file.
+
+    Raises:
+        ValueError: the file is not there, or is no text.
+    """
+    if not re.fullmatch(r"\S+\.(txt|md)", prompt):
+        return prompt
+    path = Path(str(found_path(prompt, info)))
+    if not path.is_file():
+        return prompt  # where no configuration file says beside what it would lie, as for every path
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the prompt in {path} cannot be read: {error}") from error
 
 
 class EvalConfig(Config):
@@ -487,6 +535,10 @@ class RunConfig(Config):
     def arm_names(self) -> list[str]:
         """What a later cycle can try; the one recipe there is, where no arms are named."""
         return [arm.name for arm in self.arms] or ["adapt"]
+
+    def prompts_of(self, arm: str | None) -> list[str]:
+        """The system prompts that an arm tries; none for one that trains."""
+        return next((each.prompts for each in self.arms if each.name == arm), [])
 
     def recipe(self, cycle: int, arm: str | None = None) -> RecipeConfig:
         """The recipe of a cycle, counted from 1, that tries ``arm``."""

@@ -7,8 +7,8 @@ One cycle, and the room each stop lies in::
               (SFT)         training, transfer,  ledger, gate,           envs (traffic)
                             inference            promote
 
-    DECIDE      consumes the trigger;               waits for nothing;       unblocks WARM_START, or WATCH where training would
-                                                                             buy nothing.
+    DECIDE      consumes the trigger;               waits for nothing;       unblocks WARM_START, MEASURE where a prompt is
+                                                                             tried, or WATCH where neither would buy anything.
     WARM_START  consumes demonstrations;            waits for the trainer;   unblocks LEARN by publishing version 1.
     LEARN       consumes tasks, then batches;       waits for slots, then    unblocks itself: each update frees slots.
                 see ``_learning.py``                for whole batches;
@@ -42,7 +42,7 @@ from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
 from evergrad.loop._releasing import announce_release, release
 from evergrad.loop._replicas import Restarts
-from evergrad.loop._reporting import rebuild_report, report
+from evergrad.loop._reporting import Reporter, rebuild_report
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop._watching import watch
@@ -189,7 +189,7 @@ async def _supervised(session: Session) -> None:
 
 
 async def _turn_cycles(session: Session) -> None:
-    state = session.state
+    state, reporter = session.state, Reporter()
     stages: dict[Stage, Callable[[Session], Awaitable[Decision]]] = {
         Stage.DECIDE: decide,
         Stage.WARM_START: warm_start,
@@ -207,9 +207,9 @@ async def _turn_cycles(session: Session) -> None:
         decision = await stages[state.stage](session)
         deciding = state.stage is Stage.DECIDE
         session.enter(decision)
-        if not deciding:  # nothing has happened that a report would show, and drawing takes a second
+        if not deciding:  # nothing has happened that a report would show
             with session.clock.phase("store"):
-                report(session)
+                reporter.report(session)
 
 
 def _announcement(session: Session) -> str:

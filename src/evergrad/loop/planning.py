@@ -15,10 +15,11 @@ from typing import Any
 from evergrad.config import load_config
 from evergrad.envs import Taskset
 from evergrad.ledger import FEWEST_STEPS, Choice, Estimate, Forecast, worthwhile_until
-from evergrad.loop._choosing import choose
+from evergrad.loop._choosing import choose, open_arms
 from evergrad.loop._folder import LoopState, read_state
 from evergrad.loop._spending import forecast_of, phase_dollars, rl_steps
 from evergrad.loop.config import RunConfig, WorthConfig
+from evergrad.registry import Registry
 from evergrad.types import InputError
 
 _SHARES = (0.25, 0.5, 1.0, 2.0)
@@ -91,7 +92,8 @@ def plan_budget(run: Path, budget_usd: float, *, anew: bool = False, overrides: 
     budgets = [share * budget_usd for share in _SHARES]
     options = [_option(amount, overhead, usd_per_step, begin, forecast, config.worth) for amount in budgets]
     suite = Taskset(config.environment.name, state.deployed).suite
-    choice = choose(config, state, suite, None)
+    with Registry(run / "registry.sqlite") as registry:
+        choice = choose(config, state, suite, None, list(open_arms(config, state, registry, suite)))
     recommended = _recommended(budget_usd, overhead, begin, forecast, config)
     return SpendingPlan(
         run=str(run),

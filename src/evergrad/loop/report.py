@@ -83,17 +83,23 @@ Data = Mapping[str, Any]
 _ANEW = "remove it and run 'evergrad run' with the configuration of this run, which writes it anew"
 
 
-def write_report(run_dir: Path, data: Data) -> None:
+def write_report(run_dir: Path, data: Data, *, page: bool = True) -> None:
     """Writes ``report.json`` and ``report.html`` into ``run_dir``; each appears whole or stays as it was.
 
     The JSON is strict: NaN and infinities become ``null``, decimals become numbers.
+
+    Args:
+        run_dir: The run folder.
+        data: All that is known of the run.
+        page: Whether the page is written, too; drawing its pictures takes a second.
 
     Raises:
         OSError: the folder is missing, not writable, or its disk is full; earlier reports are left as they were.
     """
     plain = to_plain(data)
     _replace(run_dir / "report.json", json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-    _replace(run_dir / "report.html", render_html(plain))
+    if page:
+        _replace(run_dir / "report.html", render_html(plain))
 
 
 def write_timeline(run_dir: Path) -> None:

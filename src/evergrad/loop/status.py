@@ -135,7 +135,7 @@ def _following(run: Path, config: RunConfig, state: LoopState, running: str) -> 
         return "'evergrad loop resume' goes on from here"
     last = state.cycle >= config.budget.cycles
     return {
-        Stage.DECIDE: "supervised steps, or live traffic where training would buy nothing",
+        Stage.DECIDE: "supervised steps, a system prompt to measure, or live traffic where neither would buy anything",
         Stage.WARM_START: "reinforcement learning",
         Stage.LEARN: "the candidate is measured against what serves",
         Stage.MEASURE: "the gate's ruling, then live traffic",

@@ -3,24 +3,35 @@
 =============  ========================================================================================================
 ``contract``   the tools' schema or descriptions are none that the served version was made for (by their hash)
 ``fall``       the confidence sequence of live success lies below what the gate measured
-``drift``      requests are other ones than those that the environment makes (maximum mean discrepancy)
+``drift``      requests are other ones than those that the environment makes, or customers ask for other things than they
+               did (maximum mean discrepancy)
 ``failures``   so many verified failures since the cycle began
 ``schedule``   so many checks passed without any of these
 =============  ========================================================================================================
 
-Any one is enough. Whether a cycle that one of them sets off trains is DECIDE's to say, and the budget's.
+Live traffic is what the run itself asks of what it serves, and, where ``evergrad serve --record`` keeps any, what customers
+ask. The two are judged side by side, never pooled: customers have requests, and reasons to answer, of their own. Each has half
+of the level then, so that both together alarm as seldom as one would.
+
+Any one trigger is enough. Whether a cycle that one of them sets off trains is DECIDE's to say, and the budget's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from evergrad.config import Config
 from evergrad.evals import drift_level, drift_p, success_upper_bound
 from evergrad.types import Rollout
+
+if TYPE_CHECKING:
+    from evergrad.loop.traffic import CustomerOutcomes
+
+_OTHER_REQUESTS = "requests are other ones than the environment makes"
 
 
 class WatchConfig(Config):
@@ -57,8 +68,12 @@ class Live:
     contract_changed: bool = False
     drift: float | None = None
     """Of the last check: chance of requests as different as these; ``None`` where nobody looked."""
+    drifted: str = _OTHER_REQUESTS
+    """What differs from what, if it does."""
     check: int = 1
     """Checks in this cycle, this one included."""
+    customers: CustomerOutcomes | None = None
+    """How stored conversations with the served version ended; ``None`` where none are stored."""
 
 
 def fired(live: Live, config: WatchConfig) -> dict[str, str]:
@@ -70,17 +85,42 @@ def fired(live: Live, config: WatchConfig) -> dict[str, str]:
     found = {}
     if live.contract_changed:
         found["contract"] = "the tool contract changed"
-    bound = success_upper_bound(live.successes, live.requests - live.successes, config.alpha)
-    if live.expected is not None and bound < promised(live.expected, live.n_gate):
-        found["fall"] = (
-            f"live success fell to {live.successes}/{live.requests} (promoted at {live.expected:.2f}; with "
-            f"{1 - config.alpha:.0%} confidence it is at most {bound:.2f})"
-        )
+    falls = [_fall(live, *stream) for stream in _streams(live, config.alpha)]
+    if any(falls):
+        found["fall"] = "; ".join(filter(None, falls))
     if live.drift is not None and config.drift_alpha is not None and live.drift <= drift_level(config.drift_alpha, live.check):
-        found["drift"] = f"requests are other ones than the environment makes (p = {live.drift:.2g})"
+        found["drift"] = f"{live.drifted} (p = {live.drift:.2g})"
     if config.failures is not None and live.new_failures >= config.failures:
         found["failures"] = f"{live.new_failures} verified failures in live traffic"
     return found
+
+
+def _streams(live: Live, alpha: float) -> list[tuple[str, int, int, float]]:
+    """Name, successes, judged and level of each kind of traffic that there is."""
+    own = ("live success", live.successes, live.requests)
+    if live.customers is None:
+        return [(*own, alpha)]
+    theirs = ("success of customers' conversations", live.customers.successes, len(live.customers.scores))
+    return [(*own, alpha / 2), (*theirs, alpha / 2)]
+
+
+def _fall(live: Live, what: str, successes: int, judged: int, level: float) -> str:
+    """That this traffic has fallen below what the gate measured, in words; empty where that is not shown."""
+    bound = success_upper_bound(successes, judged - successes, level)
+    if live.expected is None or bound >= promised(live.expected, live.n_gate):
+        return ""
+    return (
+        f"{what} fell to {successes}/{judged} (promoted at {live.expected:.2f}; with {_percent(1 - level)} confidence it is at "
+        f"most {bound:.2f})"
+    )
+
+
+def _percent(share: float) -> str:
+    """
+    >>> _percent(0.99), _percent(0.995)
+    ('99%', '99.5%')
+    """
+    return f"{100 * share:.6g}%"
 
 
 def promised(expected: float, n_gate: int) -> float:
@@ -92,9 +132,27 @@ def promised(expected: float, n_gate: int) -> float:
     return min(expected, 1 - 3 / max(n_gate, 4))
 
 
-def drift_of(rollouts: Sequence[Rollout], reference: Sequence[str], seed: int) -> float:
-    """The drift of the requests in ``rollouts`` from the texts in ``reference``, as a p-value."""
-    return drift_p([request_of(each) for each in rollouts if each.turns], reference, seed=seed)
+def drift_of(
+    rollouts: Sequence[Rollout],
+    reference: Sequence[str],
+    seed: int,
+    customers: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> tuple[float, str]:
+    """The drift of requests as a p-value, and what it would be the drift of.
+
+    Args:
+        rollouts: What the run asked itself.
+        reference: What the environment has its customers ask.
+        seed: Of the shuffles.
+        customers: What stored conversations asked before, and of late. Both were redacted alike, which texts of the environment
+            were not: hence customers are compared with customers.
+    """
+    found = [(drift_p([request_of(each) for each in rollouts if each.turns], reference, seed=seed), _OTHER_REQUESTS)]
+    if customers is not None:
+        before, late = customers
+        found.append((drift_p(late, before, seed=seed), "customers ask for other things than they did"))
+    p_value, what = min(found)
+    return min(1.0, len(found) * p_value), what
 
 
 def request_of(rollout: Rollout) -> str:

@@ -46,7 +46,10 @@ class AliasEvent:
     """What it rests on besides the verdict, as JSON values: the live outcomes of a canary."""
 
 
-VERSION_FIELDS = ("version_id", "parent_id", "policy_version", "weights_uri", "base_model", "recipe_hash", "created_at")
+VERSION_FIELDS = (
+    *("version_id", "parent_id", "policy_version", "weights_uri", "base_model", "recipe_hash", "created_at"),
+    "system_prompt",
+)
 
 
 def now() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TABLES = sa.MetaData()
 VERSIONS = sa.Table(
@@ -19,6 +19,7 @@ VERSIONS = sa.Table(
     sa.Column("recipe_hash", sa.String, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
     sa.Column("metadata", sa.Text, nullable=False),
+    sa.Column("system_prompt", sa.Text, nullable=False, server_default=""),
 )
 EVENTS = sa.Table(
     "alias_events",
@@ -87,13 +88,18 @@ OUTCOMES = sa.Table(
 
 
 def upgrade(connection: sa.Connection, stored: int) -> None:
-    """From schema 1, which knew no releases and did not say who moved an alias, and on what evidence beside a verdict."""
+    """From schema 1, which knew no releases and did not say who moved an alias, and on what evidence beside a verdict; from
+    schema 2, whose versions were their weights alone."""
     if stored < 2:
-        for column in (EVENTS.c.actor, EVENTS.c.evidence):
-            kind = column.type.compile(connection.dialect)
-            default = str(column.server_default.arg) if isinstance(column.server_default, sa.DefaultClause) else ""
-            connection.execute(
-                sa.text(f"ALTER TABLE {EVENTS.name} ADD COLUMN {column.name} {kind} NOT NULL DEFAULT '{default}'")
-            )
+        _add_columns(connection, EVENTS, "actor", "evidence")
         for table in (RELEASES, RELEASE_EVENTS, OUTCOMES):
             table.create(connection)
+    if stored < 3:
+        _add_columns(connection, VERSIONS, "system_prompt")
+
+
+def _add_columns(connection: sa.Connection, table: sa.Table, *names: str) -> None:
+    for column in (table.c[name] for name in names):
+        kind = column.type.compile(connection.dialect)
+        default = str(column.server_default.arg) if isinstance(column.server_default, sa.DefaultClause) else ""
+        connection.execute(sa.text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind} NOT NULL DEFAULT '{default}'"))

@@ -48,7 +48,8 @@ class Renderer:
         self._decode = functools.lru_cache(maxsize=16_384)(self._decode_uncached)
         user, assistant = Message("user", "a"), Message("assistant", _PROBE)
         self._check(user, assistant)
-        self._has_system = self._accepts(Message("system", "s"), user)
+        self.has_system = self._accepts(Message("system", "s"), user)
+        """Whether the template shows a system message; where it does not, its text goes before the user's first one."""
         self._has_tool = self._accepts(user, assistant, Message("tool", "t"))
         self.end_of_turn_id, self.end_of_turn = self._end_of_turn(user, assistant)
         eos = tokenizer.eos_token_id
@@ -111,7 +112,7 @@ class Renderer:
         shaped = list(messages)
         if not self._has_tool:
             shaped = [Message("user", each.content) if each.role == "tool" else each for each in shaped]
-        if not self._has_system and shaped and shaped[0].role == "system":
+        if not self.has_system and shaped and shaped[0].role == "system":
             system, *shaped = shaped
             if shaped and shaped[0].role == "user" and system.content:
                 shaped[0] = Message("user", f"{system.content}\n\n{shaped[0].content}")

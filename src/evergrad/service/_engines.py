@@ -28,9 +28,8 @@ class RunningEngine:
         Raises:
             EngineError: the folder is missing or does not fit the model.
         """
-        await self.client.load_weights(
-            str((run / version.weights_uri).resolve()), version.policy_version, served_names=list(names)
-        )
+        uri = str((run / version.weights_uri).resolve())
+        await self.client.load_weights(uri, version.policy_version, list(names), version.system_prompt)
 
 
 @asynccontextmanager

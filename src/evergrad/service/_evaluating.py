@@ -65,16 +65,17 @@ async def _measure(run: Path, version: ModelVersion, taskset: Taskset, tasks: Se
     renderer = Renderer(AutoTokenizer.from_pretrained(base_model(version.base_model)))
     suite = f"{taskset.suite}/{split}"
     async with engine_on(run, version, [version.version_id]) as engine:
-        play = _player(engine, taskset, renderer, len(tasks))
+        play = _player(engine, version, taskset, renderer, len(tasks))
         return await evaluate(version.version_id, suite, tasks, play, fingerprint=taskset.fingerprint)
 
 
-def _player(engine: RunningEngine, taskset: Taskset, renderer: Renderer, total: int) -> Any:
+def _player(engine: RunningEngine, version: ModelVersion, taskset: Taskset, renderer: Renderer, total: int) -> Any:
     ticks = iter(track(range(total), description="evaluating", console=console(stderr=True), transient=True))
 
     async def play(task: Task) -> Rollout:
+        asked = task.with_system_prompt(version.system_prompt)
         rollout = await greedy_rollout(
-            task, taskset, engine.client, renderer, rollout_id=task.task_id, group_id="eval", source="eval"
+            asked, taskset, engine.client, renderer, rollout_id=task.task_id, group_id="eval", source="eval"
         )
         next(ticks, None)
         return rollout

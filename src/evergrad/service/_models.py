@@ -89,6 +89,7 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         "weights": run / version.weights_uri,
         "base model": version.base_model,
         "recipe": version.recipe_hash,
+        "system prompt": version.system_prompt or None,
         "made": version.created_at,
         **{key.replace("_", " "): _flat(value) for key, value in version.metadata.items() if key not in _FOR_PROGRAMS},
     }

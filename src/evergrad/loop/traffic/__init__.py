@@ -11,6 +11,7 @@
 """
 
 from evergrad.loop.traffic.converting import Converted, convert
+from evergrad.loop.traffic.evidence import CustomerOutcomes, ServedTraffic
 from evergrad.loop.traffic.forgetting import Forgotten, Tainted, forget
 from evergrad.loop.traffic.redaction import Redact, find_redactor
 from evergrad.loop.traffic.store import (
@@ -25,10 +26,12 @@ from evergrad.loop.traffic.store import (
 
 __all__ = [
     "Converted",
+    "CustomerOutcomes",
     "Forgotten",
     "LiveTask",
     "Redact",
     "Redacted",
+    "ServedTraffic",
     "StoredTrace",
     "Tainted",
     "TrafficError",

@@ -60,17 +60,17 @@ async def convert(store: TrafficStore, taskset: Taskset, tenants: Sequence[str],
         measured: Tasks that versions are or will be measured on.
     """
     traces, found = store.traces(tenants), Converted()
-    usable = _usable_prompts(taskset)
+    usable = usable_prompts(taskset)
     earlier = store.tasks(environment=taskset.name, contract_hash=taskset.contract_hash)
     known = store.converted(taskset.contract_hash)
     contents = {_content(taskset.task(each.row)) for each in earlier}
-    continued = _beginnings(traces)
+    continued = beginnings(traces)
     fresh: list[tuple[StoredTrace, TaskRow, Task]] = []
     for each in traces:
         found.traces += 1
         if each.trace.trace_id in known:
             found.known += 1
-        elif _key(each, len(each.trace.messages)) in continued:
+        elif conversation_key(each, len(each.trace.messages)) in continued:
             found.continued += 1
         elif each.system_hash not in usable:
             found.quarantined += 1
@@ -119,7 +119,7 @@ async def _keep(
     found.succeeded += reward >= 1.0
 
 
-def _usable_prompts(taskset: Taskset) -> set[str]:
+def usable_prompts(taskset: Taskset) -> set[str]:
     """Hashes of the system messages under which an agent could call as it must now: those of the deployed contract, and of
     others that the deployed one breaks nothing of (:func:`~evergrad.loop.quarantine.breaking_changes`)."""
     environment, now = taskset.environment_class, taskset.contract()
@@ -144,15 +144,16 @@ def _content(task: Task) -> str:
     return hash_of([" ".join(request_of(task).casefold().split()), dict(task.metadata)])
 
 
-def _beginnings(traces: Sequence[StoredTrace]) -> set[str]:
+def beginnings(traces: Sequence[StoredTrace]) -> set[str]:
     """What each conversation was before its last reply: a trace that is no more than that goes on in another."""
     found = set()
     for each in traces:
         for index, message in enumerate(each.trace.messages[:-1]):
             if message.role == "assistant":
-                found.add(_key(each, index + 1))
+                found.add(conversation_key(each, index + 1))
     return found
 
 
-def _key(stored: StoredTrace, length: int) -> str:
+def conversation_key(stored: StoredTrace, length: int) -> str:
+    """Names the first ``length`` messages of a conversation, and whose they are."""
     return hash_of([stored.tenant, stored.user, [each.as_dict() for each in stored.trace.messages[:length]]])

@@ -53,6 +53,8 @@ class StoredTrace:
     """Of the system message before it was redacted: which tools and instructions the conversation had."""
     at: str
     """UTC, ISO 8601: of the last turn."""
+    number: int = 0
+    """In the order in which conversations began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +352,7 @@ def _to_stored(row: Any, feedback: Sequence[Any]) -> StoredTrace:
     messages = tuple(Message(**each) for each in json.loads(row.messages))
     metadata = json.loads(row.metadata)
     trace = Trace(row.trace_id, messages, metadata, outcome, scores[-1] if scores else None, row.version_id)
-    return StoredTrace(trace, row.tenant, row.user, row.system_hash, row.at)
+    return StoredTrace(trace, row.tenant, row.user, row.system_hash, row.at, row.number)
 
 
 def _to_task(row: Any) -> LiveTask:

@@ -1,0 +1,237 @@
+"""What customers' stored conversations say of the version that serves, and which triggers that sets off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evergrad.envs import Taskset, content_hash
+from evergrad.loop._folder import LoopState
+from evergrad.loop._watching import _customers, _drift
+from evergrad.loop.config import RunConfig
+from evergrad.loop.traffic import CustomerOutcomes, Redacted, ServedTraffic, TrafficStore
+from evergrad.loop.triggers import Live, WatchConfig, fired
+from evergrad.types import Completion, FinishReason, Message, ModelVersion, Outcome, PolicySpan, Rollout, Turn
+from tests.loop.conftest import Start
+from tests.loop.test_traffic_to_tasks import CONFIG, QUEUES, REDACTOR, Customers, address, ran
+
+V1, V2 = "Queues a b c d", "Queues m n o p"
+TASKSET = Taskset(str(QUEUES), {"contract": "v1"})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TrafficStore]:
+    with TrafficStore(tmp_path / "traffic.sqlite") as store:
+        yield store
+
+
+def keep(
+    store: TrafficStore, name: str, reply: str = "b", *, version: str = "v", system: str = V1, ask: str = "cancel"
+) -> None:
+    said = (Message("system", system), Message("user", f"The lamp of order {name}: {ask}"), Message("assistant", reply))
+    store.keep(Redacted(name, "default", None, version, said, system_hash=content_hash(system)))
+
+
+async def test_conversations_are_judged_by_customers_else_by_the_verifier(store: TrafficStore) -> None:
+    served = ServedTraffic(store)
+    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes()
+    for name, reply in (("1", "b"), ("2", "b"), ("3", "a"), ("4", "b")):
+        keep(store, name, reply)
+    keep(store, "5", version="other")
+    keep(store, "6", "n", system=V2)
+    for name in ("5", "6"):
+        store.add_feedback("default", completion_id=name, score=0.0)
+    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes((), 0, 4), "nobody knows yet what would have been right"
+    store.add_feedback("default", completion_id="1", score=0.5)
+    for name in ("2", "3"):
+        store.add_feedback("default", completion_id=name, outcome={"queue": "b"})
+    found = await served.outcomes(TASKSET, "v")
+    assert found == CustomerOutcomes((0.5, 1.0, 0.0), 1, 1)
+    assert found.successes == 1
+    # What is said later counts: an outcome that was wrong, a customer who thinks better of it.
+    store.add_feedback("default", completion_id="2", outcome={"queue": "c"})
+    store.add_feedback("default", completion_id="1", score=1.0)
+    store.add_feedback("default", completion_id="4", outcome={"queue": "b"}, score=0.0)
+    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes((1.0, 0.0, 0.0, 0.0), 2, 0)
+
+
+async def test_a_conversation_counts_once_however_often_it_goes_on(store: TrafficStore) -> None:
+    keep(store, "1")
+    said = (Message("system", V1), Message("user", "The lamp of order 1: cancel"), Message("assistant", "b"))
+    longer = (*said, Message("user", "Sure?"), Message("assistant", "b"))
+    store.keep(Redacted("2", "default", None, "v", longer, system_hash=content_hash(V1)))
+    for name in ("1", "2"):
+        store.add_feedback("default", completion_id=name, score=1.0)
+    assert (await ServedTraffic(store).outcomes(TASKSET, "v")).scores == (1.0,)
+
+
+def test_customers_are_judged_beside_the_runs_own_traffic_and_never_pooled_with_it() -> None:
+    angry = CustomerOutcomes((0.0,) * 9 + (1.0,) * 3, 12)
+    live = Live(2400, 2400, expected=0.95, n_gate=96, customers=angry)
+    assert fired(live, WatchConfig()) == {
+        "fall": "success of customers' conversations fell to 3/12 (promoted at 0.95; with 99.5% confidence it is at most 0.74)"
+    }
+    happy = CustomerOutcomes((1.0,) * 2400, 0)
+    both = fired(Live(3, 24, expected=0.95, n_gate=96, customers=angry), WatchConfig())["fall"]
+    assert both.startswith("live success fell to 3/24")
+    assert "; success of customers' conversations fell to 3/12" in both
+    assert "fall" in fired(Live(3, 24, expected=0.95, n_gate=96, customers=happy), WatchConfig())
+    assert fired(Live(24, 24, expected=0.95, n_gate=96, customers=happy), WatchConfig()) == {}
+    assert fired(Live(24, 24, expected=None, customers=angry), WatchConfig()) == {}, "never measured: nothing to fall below"
+
+
+def test_two_kinds_of_traffic_alarm_as_seldom_as_one_would() -> None:
+    """Of 300 series of 200 requests each, where both kinds succeed as often as the gate measured, few alarm at 10%."""
+    config, alarms = WatchConfig(alpha=0.1), 0
+    for seed in range(300):
+        rng, own, theirs = Random(seed), list[float](), list[float]()
+        for _ in range(10):
+            own += [float(rng.random() < 0.8) for _ in range(20)]
+            theirs += [float(rng.random() < 0.8) for _ in range(20)]
+            live = Live(int(sum(own)), len(own), expected=0.8, n_gate=96, customers=CustomerOutcomes(tuple(theirs)))
+            if fired(live, config):
+                alarms += 1
+                break
+    assert alarms <= 0.1 * 300
+
+
+class Loop:
+    """As much of a session as a look at stored traffic needs."""
+
+    def __init__(self, store: TrafficStore, requests: int = 8) -> None:
+        watch = {"requests": requests, "drift_alpha": 0.05}
+        self.config = RunConfig.model_validate({"environment": {"name": str(QUEUES)}, "watch": watch})
+        self.state = LoopState(deployed={"contract": "v1"})
+        self.clock = SimpleNamespace(phase=lambda name: nullcontext())
+        self.served_traffic: ServedTraffic | None = ServedTraffic(store)
+        self.told: list[str] = []
+
+    def taskset(self, settings: Any) -> Taskset:
+        return TASKSET
+
+    def event(self, text: str) -> None:
+        self.told.append(text)
+
+
+def version_of(name: str) -> ModelVersion:
+    return ModelVersion(name, None, 1, "versions/v", "tiny", "r", "2026-01-01")
+
+
+async def test_new_failures_of_customers_count_once_in_a_cycle(store: TrafficStore) -> None:
+    session: Any = Loop(store)
+    for name in ("1", "2", "3"):
+        keep(store, name)
+        store.add_feedback("default", completion_id=name, score=float(name == "1"))
+    await _customers(session, version_of("v"), "queues@v1")
+    await _customers(session, version_of("v"), "queues@v1")
+    assert session.state.new_failures == 2
+    assert session.told[-1] == (
+        "customers of v on queues@v1: 1/3 conversations succeeded (3 by their own score, 0 not judged yet)"
+    )
+    (row,) = session.state.scores
+    assert (row["label"], row["n"], row["mean"]) == ("live, customers of v on queues@v1", 3, pytest.approx(1 / 3))
+    session.state.new_failures = 0  # of the next cycle
+    store.add_feedback("default", completion_id="1", score=0.0)
+    store.add_feedback("default", completion_id="2", score=1.0)
+    await _customers(session, version_of("v"), "queues@v1")
+    assert session.state.new_failures == 0, "one more and one less"
+    await _customers(session, version_of("w"), "queues@v1")
+    keep(store, "4", version="w")
+    store.add_feedback("default", completion_id="4", score=0.0)
+    await _customers(session, version_of("w"), "queues@v1")
+    assert session.state.new_failures == 1, "another version has failures of its own"
+    session.served_traffic = None
+    assert await _customers(session, version_of("w"), "queues@v1") is None
+
+
+def asked(count: int) -> list[Rollout]:
+    """As the environment's own customers ask."""
+    span = (PolicySpan(1, 0, 1),)
+    said = Completion((5,), (-0.1,), FinishReason.STOP, span)
+    return [
+        Rollout(f"r{index}", "g", task.task_id, (Turn(task.prompt, (1,), said),), Outcome.SCORED, 1.0)
+        for index, task in enumerate(TASKSET.tasks("heldout", count, seed=1))
+    ]
+
+
+def test_customers_drift_from_what_they_asked_before_not_from_unredacted_texts(store: TrafficStore) -> None:
+    session: Any = Loop(store)
+    own, rng = asked(8), Random(0)
+
+    def customers(count: int, words: str) -> None:
+        for _ in range(count):
+            number = str(rng.randint(10, 10**9))
+            keep(store, number, ask=words.format(rng.choice(["refund", "cancel", "find", "status"])))
+
+    customers(24, "<PHONE_NUMBER> {}")
+    p_value, _ = _drift(session, own)
+    assert p_value is not None
+    assert p_value > 0.05, "redacted texts differ from the environment's, and are not held against them"
+    seen = session.state.customers_seen
+    customers(5, "<PHONE_NUMBER> {}")
+    _drift(session, own)
+    assert session.state.customers_seen == seen, "too few to look at yet"
+    customers(5, "<PHONE_NUMBER> {}")
+    p_value, _ = _drift(session, own)
+    assert p_value is not None
+    assert p_value > 0.05
+    customers(12, "please sing a song, {} it")
+    p_value, what = _drift(session, own)
+    assert p_value is not None
+    assert p_value < 0.01
+    assert what == "customers ask for other things than they did"
+    told = fired(Live(8, 8, expected=None, drift=p_value, drifted=what), session.config.watch)
+    assert told["drift"].startswith("customers ask for other things than they did (p = ")
+    session.served_traffic = None
+    assert _drift(session, own)[0] is not None
+
+
+REFUSING = """
+[[trials]]
+cycle = 2
+warm_start = { demonstrations = 0 }
+rl = { steps = 1, groups_per_step = 2, group_size = 2, lr = 1e-9 }
+"""
+
+
+@pytest.mark.slow
+def test_what_customers_say_at_the_gateway_is_heard_at_the_next_check(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run, ``evergrad serve --record`` beside its folder, OpenAI's client, feedback of both kinds, and the run again."""
+    config = CONFIG.replace("requests = 0", "requests = 4\nfailures = 20") + REFUSING
+    (tmp_path / "t.toml").write_text(config)
+    (tmp_path / "redactor.py").write_text(REDACTOR)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run = tmp_path / "run"
+    ran(start("run", "t.toml", "--run-dir", str(run)))
+    serving = start("serve", "--run", str(run), "--port", "0", "--record", "redactor:redact")
+    customers = Customers(address(serving), V1)
+    for number in range(24):
+        answer = customers.ask(f"The lamp of order {20_000 + number}: cancel")
+        said = answer.choices[0].message.content
+        # Half of them complain; of the others it becomes known that another queue would have been right.
+        told = {"score": 0.0} if number % 2 else {"outcome": {"queue": "a" if said != "a" else "b"}}
+        customers.tell(completion_id=answer.id, **told)
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(timeout=60) == 0
+    ran(start("run", "t.toml", "--run-dir", str(run), "--set", "budget.cycles=2"))
+    report = json.loads((run / "report.json").read_text())
+    served = report["serving"]["version_id"]
+    assert report["cycles"][-1]["verdict"] == "refused", "or another version would serve, of whom customers have said nothing"
+    told = [each["event"] for each in report["timeline"] if each["event"].startswith("customers of ")]
+    assert told == [
+        f"customers of {served} on queues@v1: 0/24 conversations succeeded (12 by their own score, 0 not judged yet)"
+    ]
+    assert "failures" in report["decisions"][-1]["evidence"]["fired"]
+    (row,) = [each for each in report["scores"] if each["label"] == f"live, customers of {served} on queues@v1"]
+    assert (row["n"], row["mean"]) == (24, 0.0)
