@@ -55,7 +55,7 @@ demo-short: $(READY)  ## Every step of the demo on a tiny model: shows that all 
 	rm -rf $(RUNS)/demo-short
 	$(EVERGRAD) run examples/demo_short.toml --run-dir $(RUNS)/demo-short
 
-demo-perpetual: $(READY)  ## Twelve cycles on a tiny model while the world changes and things go wrong (minutes)
+demo-perpetual: $(READY)  ## Twelve cycles on a tiny model while the world changes and things go wrong (a minute or two)
 	rm -rf $(RUNS)/perpetual
 	$(EVERGRAD) loop run examples/perpetual.toml --run-dir $(RUNS)/perpetual
 
