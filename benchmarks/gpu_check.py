@@ -145,13 +145,17 @@ def train(case: Case, checks: dict[str, Any]) -> dict[str, Any]:
     """Scores as transformers does, before steps and after; the first step warms up."""
     trainer, batch = case.trainer, make_batch(case)
     checks["trainer"] = compare(trainer.logprobs(case.scored), case, "bfloat16")
+    cuda = case.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(case.device)
     steps = [trainer.step(batch, LossConfig()) for _ in range(4)]
+    peak = torch.cuda.max_memory_allocated(case.device) if cuda else 0
     checks["trainer_after_steps"] = compare(trainer.logprobs(case.scored), case, "bfloat16", trained=True)
     checks["steps_were_finite"] = {"holds": all(step["skipped_nonfinite"] == 0 for step in steps)}
     seconds = statistics.median(step["seconds"] for step in steps[1:])
     found = {"step_s": round(seconds, 4), "tokens_per_s": round(steps[-1]["batch_tokens"] / seconds, 1)}
-    if case.device.type == "cuda":
-        found["peak_gb"] = round(torch.cuda.max_memory_allocated(case.device) / 1e9, 3)
+    if cuda:
+        found["peak_gb"] = round(peak / 1e9, 3)
     return found
 
 

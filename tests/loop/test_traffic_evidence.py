@@ -55,13 +55,13 @@ async def test_conversations_are_judged_by_customers_else_by_the_verifier(store:
     for name in ("2", "3"):
         store.add_feedback("default", completion_id=name, outcome={"queue": "b"})
     found = await served.outcomes(TASKSET, "v")
-    assert found == CustomerOutcomes((0.5, 1.0, 0.0), 1, 1)
+    assert found == CustomerOutcomes((0.5, 1.0, 0.0), 1, 1, ("1", "3"))
     assert found.successes == 1
     # What is said later counts: an outcome that was wrong, a customer who thinks better of it.
     store.add_feedback("default", completion_id="2", outcome={"queue": "c"})
     store.add_feedback("default", completion_id="1", score=1.0)
     store.add_feedback("default", completion_id="4", outcome={"queue": "b"}, score=0.0)
-    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes((1.0, 0.0, 0.0, 0.0), 2, 0)
+    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes((1.0, 0.0, 0.0, 0.0), 2, 0, ("2", "3", "4"))
 
 
 async def test_a_conversation_counts_once_however_often_it_goes_on(store: TrafficStore) -> None:
@@ -69,9 +69,26 @@ async def test_a_conversation_counts_once_however_often_it_goes_on(store: Traffi
     said = (Message("system", V1), Message("user", "The lamp of order 1: cancel"), Message("assistant", "b"))
     longer = (*said, Message("user", "Sure?"), Message("assistant", "b"))
     store.keep(Redacted("2", "default", None, "v", longer, system_hash=content_hash(V1)))
-    for name in ("1", "2"):
-        store.add_feedback("default", completion_id=name, score=1.0)
-    assert (await ServedTraffic(store).outcomes(TASKSET, "v")).scores == (1.0,)
+    served = ServedTraffic(store)
+    store.add_feedback("default", completion_id="2", score=1.0)
+    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes((1.0,), 1)
+    # Another customer may have said the same so far, and have given up.
+    store.add_feedback("default", completion_id="1", score=0.0)
+    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes((0.0, 1.0), 2, 0, ("1",))
+
+
+async def test_a_conversation_that_the_environment_cannot_read_ends_nothing(store: TrafficStore, tmp_path: Path) -> None:
+    file = tmp_path / "strict.py"
+    file.write_text(
+        QUEUES.read_text().replace("    def from_trace(", "    def _lenient(", 1)
+        + """
+    @classmethod
+    def from_trace(cls, trace, config):
+        raise KeyError(trace.request)
+"""
+    )
+    keep(store, "1")
+    assert await ServedTraffic(store).outcomes(Taskset(str(file), {"contract": "v1"}), "v") == CustomerOutcomes((), 0, 1)
 
 
 def test_customers_are_judged_beside_the_runs_own_traffic_and_never_pooled_with_it() -> None:
@@ -143,12 +160,16 @@ async def test_new_failures_of_customers_count_once_in_a_cycle(store: TrafficSto
     store.add_feedback("default", completion_id="1", score=0.0)
     store.add_feedback("default", completion_id="2", score=1.0)
     await _customers(session, version_of("v"), "queues@v1")
-    assert session.state.new_failures == 0, "one more and one less"
+    assert session.state.new_failures == 1, "one more, whatever became of another"
     await _customers(session, version_of("w"), "queues@v1")
     keep(store, "4", version="w")
     store.add_feedback("default", completion_id="4", score=0.0)
     await _customers(session, version_of("w"), "queues@v1")
-    assert session.state.new_failures == 1, "another version has failures of its own"
+    assert session.state.new_failures == 2, "another version has failures of its own"
+    session.state.new_failures = 0
+    await _customers(session, version_of("v"), "queues@v1")
+    await _customers(session, version_of("v"), "queues@v2")
+    assert session.state.new_failures == 0, "back to the first one: its failures are known, under any contract"
     session.served_traffic = None
     assert await _customers(session, version_of("w"), "queues@v1") is None
 

@@ -90,8 +90,8 @@ class LoopState:
     """``version_id``, ``suite``, ``successes`` and ``requests`` of all live traffic that this version has had on this suite."""
     new_failures: int = 0
     """Verified failures of live traffic in this cycle."""
-    customers_live: dict[str, Any] = field(default_factory=dict)
-    """``version_id``, ``suite`` and ``failures`` of the stored conversations that this version has had on this suite."""
+    customers_failed: list[str] = field(default_factory=list)
+    """Ids of stored conversations that were counted among the failures of a cycle."""
     customers_seen: int = 0
     """Number of the last stored conversation that was looked at for drift."""
     watch_checks: int = 0

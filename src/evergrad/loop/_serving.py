@@ -80,8 +80,11 @@ class Serving:
             WorkerDied: it was the engine.
         """
         assert self._worker is not None, "nothing is promoted yet"
-        with suppress(TimeoutError):
-            raise await asyncio.wait_for(self._worker.died(), DEATH_TAKES_S)
+        try:
+            await self.client.health()
+        except EvergradError:
+            with suppress(TimeoutError):
+                raise await asyncio.wait_for(self._worker.died(), DEATH_TAKES_S) from None
 
     async def stand_by(self, version: ModelVersion) -> Standby:
         """Holds ``version`` in a second engine, which proves that it does; the serving engine is not touched.

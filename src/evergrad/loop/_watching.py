@@ -119,12 +119,11 @@ async def _customers(session: Session, version: ModelVersion, suite: str) -> Cus
         return None
     with session.clock.phase("serve"):
         found = await served.outcomes(session.taskset(state.deployed), version.version_id)
-    judged, failures = len(found.scores), len(found.scores) - found.successes
-    whose = {"version_id": version.version_id, "suite": suite}
-    before = state.customers_live if {**state.customers_live, **whose} == state.customers_live else {"failures": 0}
-    state.new_failures += max(0, failures - before["failures"])  # a score may be taken back, or a customer be forgotten
-    state.customers_live = {**whose, "failures": failures}
-    if judged:
+    # By their ids: a conversation fails once, whichever version served before it and whoever takes a score back.
+    new = set(found.failed) - set(state.customers_failed)
+    state.new_failures += len(new)
+    state.customers_failed += sorted(new)
+    if judged := len(found.scores):
         session.event(
             f"customers of {version.version_id} on {suite}: {found.successes}/{judged} conversations succeeded "
             f"({found.by_customers} by their own score, {found.pending} not judged yet)"

@@ -265,7 +265,10 @@ def _ruled_again(run: Path, content: Mapping[str, Any]) -> Told:
         differing = [
             key for key in again.evidence if strict_json(again.evidence[key]) != strict_json(recorded.evidence.get(key))
         ]
-        return State.FAILS, f"the same word, other figures: {', '.join(differing) or 'reasons'}"
+        told = f"the same word, other figures: {', '.join(differing) or 'reasons'}"
+        if content["hashes"]["code"] != code_hash():
+            return State.NOTE, f"{told}; the code has changed since, and may compute or say them another way"
+        return State.FAILS, told
     return State.FAILS, f"comes out the other way: {'; '.join(again.reasons)}"
 
 

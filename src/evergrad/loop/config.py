@@ -265,7 +265,8 @@ class ArmConfig(RecipeConfig):
     def _trains_nothing(cls, data: Any) -> Any:
         if not isinstance(data, Mapping) or not data.get("prompts"):
             return data
-        return {**data, **{key: {**count, **dict(data.get(key) or {})} for key, count in _NO_TRAINING.items()}}
+        given = {key: data.get(key) or {} for key in _NO_TRAINING}
+        return {**data, **{key: {**_NO_TRAINING[key], **own} for key, own in given.items() if isinstance(own, Mapping)}}
 
     @field_validator("prompts")
     @classmethod

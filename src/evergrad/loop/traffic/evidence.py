@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evergrad.envs import EnvironmentFault, Taskset, VerifierFault, content_hash, play
+from evergrad.envs import EnvError, EnvironmentFault, Taskset, VerifierFault, content_hash, play
 from evergrad.loop.traffic.converting import beginnings, conversation_key, usable_prompts
 from evergrad.loop.traffic.store import StoredTrace, TrafficStore
 
@@ -24,6 +24,8 @@ class CustomerOutcomes:
     """Of the judged: by an explicit score."""
     pending: int = 0
     """Nobody can judge them yet."""
+    failed: tuple[str, ...] = ()
+    """Ids of the judged that did not succeed."""
 
     @property
     def successes(self) -> int:
@@ -40,7 +42,7 @@ class ServedTraffic:
     async def outcomes(self, taskset: Taskset, version_id: str) -> CustomerOutcomes:
         """Of whole conversations in which ``version_id`` answered last, under tools that the deployed contract breaks nothing
         of."""
-        usable, scores, by_customers, pending = usable_prompts(taskset), list[float](), 0, 0
+        usable, scores, failed, by_customers, pending = usable_prompts(taskset), list[float](), list[str](), 0, 0
         for stored in self._whole():
             if stored.trace.version_id != version_id or stored.system_hash not in usable:
                 continue
@@ -50,9 +52,11 @@ class ServedTraffic:
                 score = await self._verify(taskset, stored)
             if score is None:
                 pending += 1
-            else:
-                scores.append(score)
-        return CustomerOutcomes(tuple(scores), by_customers, pending)
+                continue
+            scores.append(score)
+            if score < 1.0:
+                failed.append(stored.trace.trace_id)
+        return CustomerOutcomes(tuple(scores), by_customers, pending, tuple(failed))
 
     def requests(self, after: int, most: int) -> tuple[list[str], list[str], int]:
         """What customers asked first in the last conversations.
@@ -70,10 +74,15 @@ class ServedTraffic:
         return older[-most:], [each.trace.request for each in newer], max((each.number for each in newer), default=after)
 
     def _whole(self) -> Sequence[StoredTrace]:
-        """All conversations but those that go on in another one."""
+        """All conversations but those that go on in another one. What its customer judged stands for itself: two who say the
+        same at first may be two people."""
         traces = self._store.traces()
         continued = beginnings(traces)
-        return [each for each in traces if conversation_key(each, len(each.trace.messages)) not in continued]
+        return [
+            each
+            for each in traces
+            if each.trace.score is not None or conversation_key(each, len(each.trace.messages)) not in continued
+        ]
 
     async def _verify(self, taskset: Taskset, stored: StoredTrace) -> float | None:
         if not taskset.learns_from_traffic:
@@ -87,10 +96,8 @@ class ServedTraffic:
 
 
 async def _played_again(taskset: Taskset, stored: StoredTrace) -> float | None:
-    row = taskset.from_trace(stored.trace)
-    if row is None:
-        return None
     try:
-        return (await play(taskset, taskset.task(row), stored.trace.replies)).reward
-    except (EnvironmentFault, VerifierFault):
-        return None  # says nothing of the version
+        row = taskset.from_trace(stored.trace)
+        return None if row is None else (await play(taskset, taskset.task(row), stored.trace.replies)).reward
+    except (EnvError, EnvironmentFault, VerifierFault):
+        return None  # the environment's own trouble, with one customer's words or with all: says nothing of the version
