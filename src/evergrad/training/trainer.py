@@ -196,11 +196,20 @@ class Trainer:
         totals = totals_of(batch, rule)
         share = self._ranks.share(trained, self._memory.nodes_at_once(trained), keep=kept_together(rule))
         meter = Meter(batch, rule)
+        if share.forests and self.config.ranks == 1:
+            self._take_room_for_gradients()
         for forest in share.forests:
             self._passes.backward(forest, rule, totals, meter, self._critic)
         for forest in share.idle:
             self._passes.idle(forest, rule)
         return meter.metrics(self._ranks.everyones(meter.sums))
+
+    def _take_room_for_gradients(self) -> None:
+        """Before there are activations: what autograd would make among them stays when they go, and the next micro-batch's do
+        not fit into the gaps. That is a third of a micro-batch of a small model."""
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _trained(self, batch: TrainingBatch, rule: Loss) -> list[TrainedTokens]:
         has_critic = self._critic is not None
