@@ -174,7 +174,7 @@ class SimulatedEngine:
         await self._reachable()
         return {}
 
-    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    async def update_weights(self, manifest: Mapping[str, Any], *, full_precision: bool = False) -> dict[str, Any]:
         await self._reachable()
         if self.refuses_weights:
             raise EngineError("the weights were refused")

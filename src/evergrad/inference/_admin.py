@@ -77,7 +77,7 @@ class Administration:
 
     async def _update(self, data: Any) -> Any:
         body = wire.parse_body(wire.UpdateBody, data)
-        report = await self._or_conflict(lambda: self.weights.update(body.manifest, body.mode))
+        report = await self._or_conflict(lambda: self.weights.update(body.manifest, body.mode, full_precision=body.full_precision))
         self._on_new_weights()
         return report
 
@@ -128,7 +128,7 @@ class Administration:
         body = wire.parse_body(wire.TokensBody, data)
 
         def probe() -> dict[str, Any]:
-            logprobs = self._engine.logprobs(body.token_ids, body.adapter)
+            logprobs = self._engine.logprobs(body.token_ids, body.adapter, exact=True)
             return {"logprobs": logprobs, "policy_version": self._engine.policy_version}
 
         return await asyncio.wrap_future(self._steps.call(probe))

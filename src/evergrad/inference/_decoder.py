@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from evergrad.inference._attention import PagedCache
+from evergrad.inference._linear import products
 
 
 def recognize(module: nn.Module, cache: PagedCache) -> Decoder | None:
@@ -107,9 +108,8 @@ class _Layer:
         """[T, H·D] what the heads found, before the output's product."""
         attention = self.attention
         rows, heads = _rms_norm(hidden, self.input_norm, step.normed), (len(hidden), -1, attention.head_dim)
-        query: torch.Tensor = attention.q_proj(rows).view(heads)
-        key: torch.Tensor = attention.k_proj(rows).view(heads)
-        value: torch.Tensor = attention.v_proj(rows).view(heads)
+        projected = products(rows, attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (each.view(heads) for each in projected)
         if hasattr(attention, "q_norm"):
             query, key = _rms_norm(query, attention.q_norm, query), _rms_norm(key, attention.k_norm, key)
         query, key = _rotated(query, step), _rotated(key, step)
@@ -120,8 +120,8 @@ class _Layer:
         """The output's product and the feed-forward part, both added to ``hidden``."""
         hidden.add_(self.attention.o_proj(answer))
         rows, mlp = _rms_norm(hidden, self.post_norm, step.normed), self.mlp
-        gate = nn.functional.silu(mlp.gate_proj(rows), inplace=True)
-        hidden.add_(mlp.down_proj(gate.mul_(mlp.up_proj(rows))))
+        gate, up = products(rows, mlp.gate_proj, mlp.up_proj)
+        hidden.add_(mlp.down_proj(nn.functional.silu(gate, inplace=True).mul_(up)))
 
 
 def _rms_norm(rows: torch.Tensor, norm: Any, out: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ replaced; so it depends on nothing that was served in between.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from evergrad.config import nearest
 from evergrad.inference._adapters import Adapter, AdapterLayers
 from evergrad.inference._attention import ATTENTION_NAME, PagedCache, chunks_positions, paged_attention, plan_step
 from evergrad.inference._decoder import Decoder, recognize
-from evergrad.inference._linear import PackedLinear, can_pack, pack
+from evergrad.inference._linear import Packed, PackedLinear, can_pack, pack
+from evergrad.inference._quantized import QuantizedWeight
 from evergrad.inference._rows import Row
 from evergrad.inference._schedule import Chunk
 from evergrad.inference.config import EngineConfig, EngineError
@@ -37,8 +39,10 @@ class Staged:
 
     tensors: Mapping[str, torch.Tensor]
     """By canonical name; the others are the base's."""
-    packed: Mapping[str, torch.Tensor]
+    packed: Mapping[str, Packed | None]
     """By canonical name of the weights of :class:`PackedLinear` that change."""
+    full_precision: bool
+    """Not quantized."""
 
 
 class Model:
@@ -69,11 +73,22 @@ class Model:
         self.adapters = AdapterLayers(self._module)
         self._packed: dict[str, list[PackedLinear]] = {}
         """By canonical name of their weight."""
-        self._replaced: frozenset[str] = frozenset()
-        """Tensors that are live and not the base's."""
+        self._may_quantize = config.quantization is not None
+        if self._may_quantize and (self.device.type, self.dtype) != ("cpu", torch.float32):
+            raise EngineError(
+                f"quantization '{config.quantization}' is for float32 on a CPU, and this engine computes in {config.dtype} on "
+                f"{self.device}",
+                hint="leave quantization out, or set device = 'cpu' and dtype = 'float32'",
+            )
+        self._live = Staged({}, {}, full_precision=not self._may_quantize)
         self.decoder: Decoder | None = None
         """What computes a step in place of transformers' definition, where it can."""
         self._attach(config)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the live version's products are of integers."""
+        return not self._live.full_precision
 
     @property
     def architecture(self) -> str:
@@ -102,12 +117,16 @@ class Model:
         return logits
 
     @torch.inference_mode()
-    def score(self, row: Row, step: int) -> list[float]:
+    def score(self, row: Row, step: int, *, exact: bool = False) -> list[float]:
         """Log-probability of each of the row's tokens but the first, at temperature 1; its blocks have room for them all.
 
         Args:
             step: Tokens that are computed at once.
+            exact: Under the live weights themselves, not under what quantization made of them.
         """
+        if exact:
+            with self._exactly():
+                return self.score(row, step)
         found: list[float] = []
         for start in range(0, len(row.tokens), step):
             chunk = Chunk(row, start, min(len(row.tokens), start + step))
@@ -160,13 +179,20 @@ class Model:
         return checked
 
     @torch.inference_mode()
-    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
+    def stage(self, tensors: Mapping[str, torch.Tensor], *, full_precision: bool = False) -> Staged:
         """The base, with ``tensors`` (as :meth:`check` returned them) in place of their namesakes, for :meth:`bind`.
 
         May run in another thread while steps go on.
+
+        Args:
+            full_precision: Not quantized, whatever the configuration says.
         """
-        changing = self._packed.keys() & (tensors.keys() | self._replaced)
-        return Staged(tensors, {name: pack(tensors.get(name, self._base[name])) for name in changing})
+        full_precision = full_precision or not self._may_quantize
+        changing = set(self._packed)
+        if full_precision == self._live.full_precision:
+            changing &= tensors.keys() | self._live.tensors.keys()
+        packed = {name: self._pack(tensors.get(name, self._base[name]), full_precision) for name in changing}
+        return Staged(tensors, packed, full_precision)
 
     def bind(self, staged: Staged) -> None:
         """Makes a version the live weights; it must have been staged since the last one became so."""
@@ -177,7 +203,19 @@ class Model:
         for name, packed in staged.packed.items():
             for layer in self._packed[name]:
                 layer.packed = packed
-        self._replaced = frozenset(staged.tensors)
+        self._live = staged
+
+    @contextmanager
+    def _exactly(self) -> Iterator[None]:
+        """Inside, products are by the weights themselves, whatever was made of them."""
+        layers = [layer for sharing in self._packed.values() for layer in sharing if layer.quantizes]
+        for layer in layers:
+            layer.exact = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.exact = False
 
     @torch.inference_mode()
     def _sample_logprobs(self) -> tuple[tuple[int, ...], list[float]]:
@@ -217,8 +255,13 @@ class Model:
     def _pack_layers(self) -> None:
         for name, weight in self._base.items():
             owners = [owner for owner, attribute, _ in self._places[name] if type(owner) is nn.Linear and attribute == "weight"]
-            if owners and can_pack(weight):
-                self._packed[name] = PackedLinear.replace(owners, pack(weight))
+            if owners and (self._may_quantize or can_pack(weight)):
+                self._packed[name] = PackedLinear.replace(owners, self._pack(weight, self._live.full_precision))
+
+    def _pack(self, weight: torch.Tensor, full_precision: bool) -> Packed | None:
+        if not full_precision:
+            return QuantizedWeight.of(weight)
+        return pack(weight) if can_pack(weight) else None
 
 
 _Place = tuple[nn.Module, str, str]

@@ -51,11 +51,12 @@ class WeightUpdates:
             self._receiver, self._adapter = receiver, descriptor.get("adapter")
             return {"tensors": len(receiver.layout.tensors), "layout_hash": receiver.layout.hash}
 
-    def update(self, manifest: Mapping[str, Any], mode: Mode = "keep") -> dict[str, Any]:
+    def update(self, manifest: Mapping[str, Any], mode: Mode = "keep", *, full_precision: bool = False) -> dict[str, Any]:
         """Takes the version that ``manifest`` names from the attached publisher.
 
         Args:
             mode: What becomes of the requests that run: see :data:`Mode`.
+            full_precision: This version is not quantized, whatever the engine's configuration says.
 
         Raises:
             EngineError, TransferError: nothing attached, another layout, a publisher that is gone, a checksum or a tensor that
@@ -72,7 +73,7 @@ class WeightUpdates:
                 receiver.verify()
                 receipt = receiver.receipt()
                 proved = time.perf_counter()
-                self._stage_in_engine(receiver)
+                self._stage_in_engine(receiver, full_precision)
                 stage_s = time.perf_counter() - proved
                 policy_version = int(manifest["policy_version"])
                 pause = self._commit(policy_version, mode)
@@ -126,12 +127,13 @@ class WeightUpdates:
             receiver.close()
         self._receiver = self._live = None
 
-    def _stage_in_engine(self, receiver: Receiver) -> None:
+    def _stage_in_engine(self, receiver: Receiver, full_precision: bool) -> None:
         engine, tensors = self._loop.engine, receiver.tensors()
         if self._adapter is not None:
-            engine.stage_weights(dict(merged_tensors(engine.model.base, (self._adapter, tensors), engine.config.model)))
+            merged = dict(merged_tensors(engine.model.base, (self._adapter, tensors), engine.config.model))
+            engine.stage_weights(merged, full_precision=full_precision)
         else:
-            engine.stage_weights(tensors, known_finite=True)  # the receiver has looked
+            engine.stage_weights(tensors, known_finite=True, full_precision=full_precision)  # the receiver has looked
 
     def _commit(self, policy_version: int, mode: Mode, on_commit: Callable[[], None] | None = None) -> dict[str, float]:
         loop, started = self._loop, time.perf_counter()

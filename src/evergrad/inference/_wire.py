@@ -133,6 +133,8 @@ class UpdateBody(Config):
 
     manifest: dict[str, Any]
     mode: UpdateMode = "keep"
+    full_precision: StrictBool = False
+    """This version is not quantized, whatever the engine's configuration says."""
 
 
 class LoadBody(Config):

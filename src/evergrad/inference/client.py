@@ -43,7 +43,7 @@ class EngineControls(Protocol):
 
     async def attach(self, descriptor: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]: ...
+    async def update_weights(self, manifest: Mapping[str, Any], *, full_precision: bool = False) -> dict[str, Any]: ...
 
     async def load_weights(
         self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None
@@ -152,15 +152,18 @@ class EngineClient:
         """Has the engine attach to a publisher."""
         return await self._http.post("/admin/weights/attach", {"descriptor": descriptor})
 
-    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    async def update_weights(self, manifest: Mapping[str, Any], *, full_precision: bool = False) -> dict[str, Any]:
         """Has the engine take a published version; refused, the old one stays.
+
+        Args:
+            full_precision: This version is not quantized, whatever the engine's configuration says.
 
         Returns:
             ``{policy_version, pause_s, stage_s, seconds, transfer}``: how long no token could be drawn, how long the
             engine made ready what had arrived, beside its steps, all of it, and what
             :class:`~evergrad.transfer.link.Receipt` says of bytes, rate, and the link's own.
         """
-        return await self._http.post("/admin/weights/update", {"manifest": manifest})
+        return await self._http.post("/admin/weights/update", {"manifest": manifest, "full_precision": full_precision})
 
     async def load_weights(
         self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None, system_prompt: str = ""
@@ -175,7 +178,8 @@ class EngineClient:
         return await self._http.post("/admin/weights/load", body)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first given those before it, at temperature 1."""
+        """Log-probability of each token but the first given those before it, at temperature 1, under the weights themselves:
+        a proof of which they are, also where ``quantization`` draws tokens from what is only near to them."""
         answer = await self._http.post("/admin/logprobs", {"token_ids": list(token_ids)})
         return [float(value) for value in answer["logprobs"]]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from evergrad.config import Config
@@ -29,6 +31,9 @@ class EngineConfig(Config):
     """``auto`` takes CUDA when there is one; else any torch device."""
     dtype: str = "float32"
     """Of weights, keys and values: ``float32``, ``bfloat16`` or ``float16``."""
+    quantization: Literal["int8"] | None = None
+    """``int8`` computes the products of linear layers in integers, of float32 weights on a CPU: faster, and near to what the
+    weights say, not equal. For sampling what a loss with a correction is trained on."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of one product; None takes the cores of the machine."""
     max_rows: int = Field(default=64, ge=1)

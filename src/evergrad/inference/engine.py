@@ -85,6 +85,11 @@ class Engine:
         return self._scheduler.has_work
 
     @property
+    def quantization(self) -> str | None:
+        """Of the live version's products; None where they are in full precision."""
+        return self.config.quantization if self.model.quantizes else None
+
+    @property
     def drained(self) -> bool:
         """Nothing is left of what had begun; with :meth:`hold`, nothing runs any more."""
         return not self._scheduler.running and not any(row.started for row in self._scheduler.waiting)
@@ -189,10 +194,14 @@ class Engine:
         return self._draw(drawing, logits) if drawing else []
 
     @torch.inference_mode()
-    def logprobs(self, token_ids: tuple[int, ...], adapter: str | None = None) -> list[float]:
+    def logprobs(self, token_ids: tuple[int, ...], adapter: str | None = None, *, exact: bool = False) -> list[float]:
         """Log-probability of each token but the first, given those before it, at temperature 1.
 
         Goes the way of a request (paged cache, live weights), but finds and leaves nothing in the prefix cache.
+
+        Args:
+            exact: Under the live weights themselves: a proof of which they are. Else under what tokens are drawn from, which
+                with ``quantization`` is near to that.
 
         Raises:
             RequestError: as :meth:`submit`.
@@ -204,11 +213,18 @@ class Engine:
         self._scheduler.make_room(num_blocks)
         row.add_blocks([self._pool.take() for _ in range(num_blocks)], size)
         try:
-            return self.model.score(row, self.config.max_batch_tokens)
+            return self.model.score(row, self.config.max_batch_tokens, exact=exact)
         finally:
             self._pool.drop(row.blocks)
 
-    def stage_weights(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False, known_finite: bool = False) -> None:
+    def stage_weights(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        whole: bool = False,
+        known_finite: bool = False,
+        full_precision: bool = False,
+    ) -> None:
         """Checks new weights and keeps them for :meth:`commit`; on CPU, in the engine's dtype, they are not copied.
 
         May run in another thread while steps go on.
@@ -216,12 +232,14 @@ class Engine:
         Args:
             whole: Every parameter must be there; else those that are not are the base's.
             known_finite: The caller has looked at every value.
+            full_precision: This version is not quantized, whatever the configuration says.
 
         Raises:
             EngineError: a name, shape or value that does not fit. What was staged before is dropped; what is live stays.
         """
         self._staged = None
-        self._staged = self.model.stage(self.model.check(tensors, whole=whole, known_finite=known_finite))
+        checked = self.model.check(tensors, whole=whole, known_finite=known_finite)
+        self._staged = self.model.stage(checked, full_precision=full_precision)
 
     def stage_base(self) -> None:
         """Keeps the weights that the engine started from for :meth:`commit`."""

@@ -289,7 +289,7 @@ class Router:
             answers = await asyncio.gather(*(each.client.attach(descriptor) for each in self._replicas.values()))
         return answers[0] if answers else {}
 
-    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    async def update_weights(self, manifest: Mapping[str, Any], *, full_precision: bool = False) -> dict[str, Any]:
         """Has every replica take a published version; one that does not gets no requests until it has.
 
         Returns:
@@ -299,7 +299,9 @@ class Router:
         Raises:
             EngineError: no replica took it; the old version is served on.
         """
-        return await self._change(int(manifest["policy_version"]), lambda client: client.update_weights(manifest))
+        return await self._change(
+            int(manifest["policy_version"]), lambda client: client.update_weights(manifest, full_precision=full_precision)
+        )
 
     async def load_weights(
         self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None

@@ -260,6 +260,8 @@ class EngineServer:
             "kv_cache_tokens": engine.config.kv_cache_tokens,
         }
         body = {"status": status, "reason": trouble, "policy_version": engine.policy_version, "load": load}
+        if engine.config.quantization is not None:
+            body["quantization"] = engine.quantization
         if engine.notice is not None:
             body["notice"] = engine.notice
         return reply(body, 200 if status in ("ok", "paused") else 503)

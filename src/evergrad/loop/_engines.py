@@ -53,7 +53,9 @@ class EngineMaker:
             EvergradError: it did not start, cannot be reached, or cannot do what the run asks of it.
         """
         if self.settings.backend == "evergrad":
-            config = EngineConfig(model=str(self.model), threads=self.threads, seed=self.seed)
+            config = EngineConfig(
+                model=str(self.model), threads=self.threads, seed=self.seed, quantization=self.settings.quantization
+            )
             worker = await self.placement.start(name, "evergrad.inference", config, on_death=on_death)
             return EngineClient(worker.base_url, worker.token), worker
         started = await self._start_vllm(name, on_death) if self.settings.starts_server else None

@@ -64,6 +64,7 @@ def step_details(record: Mapping[str, Any]) -> str:
     shown = {
         "loss": "loss {:.3g}",
         "ratio_mean": "ratio {:.3f}",
+        "ratio_max_error": "at most {:.1e} off",
         "clipped_share": "clipped {:.1%}",
         "mismatch_kl": "mismatch KL {:.1e}",
         "reference_kl": "reference KL {:.1e}",

@@ -92,6 +92,7 @@ async def warm_start(session: Session) -> Decision:
 async def _look_at_the_base(session: Session) -> None:
     """What the base model does before anything was learned: the first rewards that the user sees."""
     suite = session.suite(session.state.deployed)
+    await session.begin_precision()
     with session.clock.phase("eval"):
         rollouts = await play(session, session.state.deployed, BASE_TRIES, session.engine, name="base-model", source="eval")
     judged = [rollout for rollout in rollouts if rollout.outcome.trainable]
@@ -109,6 +110,7 @@ async def learn(session: Session) -> Decision:
         await session.reset_trainer(session.version_id("sft"))
         state.live_tasks = session.traffic.last_task() if session.traffic is not None else 0
         _tell_live_tasks(session)
+    await session.begin_precision()
     await session.start_teacher()
     informative = rl.tasks == "informative"
     slices = session.training_slices(state.deployed) if informative else {}

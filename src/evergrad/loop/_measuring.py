@@ -56,6 +56,7 @@ async def measure(session: Session) -> Decision:
     primary = suites[0].name
     anchors = anchor_reports(session, suites, candidate, incumbent)
     plan = write_plan(session, candidate, incumbent, suites, anchors, history)
+    await session.begin_precision()
     # The engine that serves has the weights of both where only the prompt differs.
     holder = session.serving.client if candidate.weights_uri == incumbent.weights_uri else session.engine
     before, after = {}, {}

@@ -64,9 +64,9 @@ class RolloutEngines:
         self.client = self._router = Router()
         await asyncio.gather(*(self._start_one() for _ in range(self._count)))
 
-    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    async def update_weights(self, manifest: Mapping[str, Any], *, full_precision: bool) -> dict[str, Any]:
         """Has every engine take a published version; one that does not is ended, since it would keep the publisher's slot."""
-        receipt = await self.client.update_weights(manifest)
+        receipt = await self.client.update_weights(manifest, full_precision=full_precision)
         for name, reason in receipt.get("left_behind", {}).items():
             self._note(f"{name} {reason}")
             if name in self._workers and self._workers[name].process.returncode is None:

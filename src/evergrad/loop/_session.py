@@ -23,7 +23,7 @@ from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import EnergyMeter, Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._engines import EngineMaker
-from evergrad.loop._folder import WAITING, LoopState, RunFolder, write_text
+from evergrad.loop._folder import WAITING, LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._prompting import TaskChoice
 from evergrad.loop._replicas import Restarts, RolloutEngines
@@ -332,10 +332,18 @@ class Session:
         self.state.policy_version += 1
         return receipt
 
+    async def begin_precision(self) -> None:
+        """Has a rollout engine that quantizes do so in reinforcement learning alone: what is measured is what will be served.
+
+        A stage that plays on it, and follows one that computes the other way, begins with this.
+        """
+        if self.config.engine.quantization is not None:
+            await self._publish_as(self.state.policy_version)
+
     async def _publish_as(self, policy_version: int) -> dict[str, Any]:
         with self.clock.phase("weight_sync"):
             manifest = await self.trainer.publish(policy_version)
-            receipt = await self.engines.update_weights(manifest)
+            receipt = await self.engines.update_weights(manifest, full_precision=self.state.stage is not Stage.LEARN)
             await self._prove(policy_version)
         return receipt
 

@@ -446,6 +446,7 @@ class RunConfig(Config):
     def _sound(self) -> RunConfig:
         require_adapter(self.trainer.method, self.transfer)
         require_servable(self.engine, self.transfer, self.trainer.lora, self.placement.replicas)
+        self._require_correction()
         if not CODECS[self.transfer.codec].exact:
             exact = " or ".join(repr(name) for name, codec in CODECS.items() if codec.exact)
             raise ValueError(
@@ -487,6 +488,17 @@ class RunConfig(Config):
         if self.traffic.changes and not self.watch.requests:
             raise ValueError("traffic.changes happen while traffic is watched: set watch.requests >= 1, or remove the changes")
         return self
+
+    def _require_correction(self) -> None:
+        if self.engine.quantization is None:
+            return
+        for rl in (recipe.rl for recipe in self.recipes if recipe.rl.steps):
+            if not rl.loss.build().corrects_staleness:
+                raise ValueError(
+                    f"engine.quantization = '{self.engine.quantization}' samples from a policy that is not quite the trainer's, "
+                    f"and loss '{rl.loss.name}' as it is set does not correct for that; use loss.name = 'policy_gradient', or "
+                    "anchor = 'behaviour', or a correction, or leave quantization out"
+                )
 
     @model_validator(mode="after")
     def _teachers_are_there(self) -> RunConfig:

@@ -197,8 +197,11 @@ class ForeignClient(ABC):
         with _as_engine_error("the publisher cannot be used"):
             return await asyncio.to_thread(self._arrivals.attach, descriptor)
 
-    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    async def update_weights(self, manifest: Mapping[str, Any], *, full_precision: bool = False) -> dict[str, Any]:
         """Has the server take a published version; what it returns is as with the house's own engine.
+
+        Args:
+            full_precision: Nothing else is done: what the server computes by is how it was started.
 
         Raises:
             EngineError: the version does not pass its proof, and the old one is served on; or the server failed half-way, and
