@@ -49,6 +49,12 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> QuantizedWeight:
+        """
+        Raises:
+            ValueError: ``weight`` has one input; torch multiplies integers of that shape wrongly.
+        """
+        if weight.shape[1] == 1:
+            raise ValueError("a weight with one input cannot be quantized")
         rows = QuantizedRows.of(weight)
         return cls(rows.values, rows.scales[:, 0])
 
