@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from evergrad.config import ConfigError, parse_config
 from evergrad.loop.config import RunConfig
+from evergrad.registry import base_model
 from evergrad.registry.tiny import make_tiny
 from tests.loop.conftest import Start
 from tests.loop.test_methods import learned_steps
@@ -28,6 +32,8 @@ COMMAND = os.environ.get("EVERGRAD_VLLM", "")
         ({"engine": {"backend": "vllm"}, "trainer": {"lora": {"dora": True}}}, "no DoRA"),
         ({"engine": {"backend": "vllm"}, "trainer": {"lora": {"rank": 600}}}, "up to rank 512"),
         ({"engine": {"backend": "sglang", "url": "http://a:1"}, "trainer": {"lora": {"rslora": True}}}, "rslora = false"),
+        ({"engine": {"quantization": "int4"}}, "'int8'"),
+        ({"engine": {"backend": "vllm", "quantization": "int8"}}, "house's own engine"),
     ],
 )
 def test_what_an_engine_cannot_take_is_refused_before_anything_starts(tables: dict[str, Any], told: str) -> None:
@@ -39,6 +45,56 @@ def test_what_an_engine_cannot_take_is_refused_before_anything_starts(tables: di
 def test_merged_weights_of_any_adapter_are_taken() -> None:
     tables = {"engine": {"backend": "vllm"}, "trainer": {"lora": {"dora": True, "rank": 600}}}
     assert parse_config(RunConfig, {"environment": {"name": "support_desk"}, **tables}, where="a.toml").engine.starts_server
+
+
+UNCORRECTED: dict[str, Any] = {"name": "ppo", "options": {"anchor": "proximal"}}
+CORRECTED: dict[str, Any] = {"name": "ppo", "options": {"anchor": "proximal", "correction": {"cap": 2.0}}}
+
+
+@pytest.mark.parametrize("stage", ["learn", "adapt"])
+def test_a_quantized_policy_is_not_trained_on_without_a_correction(stage: str) -> None:
+    def parsed(loss: dict[str, Any], **further: Any) -> RunConfig:
+        tables = {"environment": {"name": "support_desk"}, stage: {"rl": {"loss": loss, **further}}}
+        return parse_config(RunConfig, {**tables, "engine": {"quantization": "int8"}}, where="a.toml")
+
+    with pytest.raises(ConfigError, match=r"loss 'ppo'.*does not correct.*policy_gradient.*anchor = 'behaviour'"):
+        parsed(UNCORRECTED)
+    for sound in (CORRECTED, {"name": "ppo"}, {"name": "policy_gradient"}):
+        assert parsed(sound).engine.quantization == "int8"
+    # Where nothing is sampled to be trained on, nothing has to be corrected.
+    assert parsed(UNCORRECTED, steps=0).engine.quantization == "int8"
+
+
+def test_what_is_rolled_out_is_quantized_and_nothing_else(tiny_config: Path, tmp_path: Path, start: Start) -> None:
+    """Each update is proved against the trainer to a thousandth of a nat, or the run would end."""
+    tiny_config.write_text(f'{tiny_config.read_text()}\n[engine]\nquantization = "int8"\n')
+    run = tmp_path / "run"
+    finish(start("run", str(tiny_config), "--run-dir", str(run)))
+    steps = learned_steps(run)
+    assert len(steps) == 3
+    for step in steps:
+        # With an exact engine the divergence is below 1e-6, and no ratio is a thousandth off.
+        assert 1e-6 < step["mismatch_kl"] < 0.05
+        assert 1e-3 < step["ratio_max_error"] < 2
+    assert "mismatch KL" in (run / "report.html").read_text()
+    assert worst_gap(run, "step-000000", run / "versions" / "t-c1-sft") > 1e-3
+    for rolled, folder in (("base-model", base_model("tiny")), ("eval-t-c1-rl--letters@v1", run / "versions" / "t-c1-rl")):
+        assert worst_gap(run, rolled, folder) < 1e-3
+
+
+def worst_gap(run: Path, rolled: str, folder: Path) -> float:
+    """Largest difference between the log-probabilities of recorded rollouts and those of the model in ``folder``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    worst = 0.0
+    for line in (run / "rollouts" / f"{rolled}.jsonl").read_text().splitlines():
+        for turn in json.loads(line)["turns"]:
+            prompt, completion = turn["prompt_token_ids"], turn["completion"]
+            tokens = completion["token_ids"]
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+            expected = torch.log_softmax(logits, -1)[range(len(tokens)), tokens]
+            worst = max(worst, float((torch.tensor(completion["logprobs"]) - expected).abs().max()))
+    return worst
 
 
 @pytest.mark.vllm

@@ -34,7 +34,8 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``version_id``, ``suite`` (the deployed one), ``score``, ``usd_per_success``, ``on_front``, ``dominated_by`` (version ids).
 ``steps[]``
     ``cycle``, ``step``, ``reward``, ``reward_ci95`` (half its width; ``null`` of few groups), ``usd`` and ``wall_s`` (both
-    since the run began), and further figures.
+    since the run began), and further figures; ``mismatch_kl`` (nats a token) and ``ratio_max_error`` say how far the policy
+    that sampled and the one that was trained were apart.
 ``timeline[]``
     ``at_s``, ``event``, ``cycle``, ``usd`` (since the run began).
 ``decisions[]``
@@ -280,7 +281,7 @@ def _figures(data: Data) -> str:
         _figure(
             plots.reward(steps, "step"),
             "Reward over steps",
-            "Mean reward of each training batch; the band is its 95% interval.",
+            f"Mean reward of each training batch; the band is its 95% interval.{_mismatch(steps)}",
         ),
         _figure(plots.reward(steps, "usd"), "Reward over dollars", "The same, against what the run had cost by then."),
         _figure(
@@ -297,6 +298,22 @@ def _figures(data: Data) -> str:
         ),
     ]
     return f"<section class='figures'>{''.join(figures)}</section>"
+
+
+def _mismatch(steps: Sequence[Data]) -> str:
+    """How far the policy that sampled and the one that was trained were apart, in the worst steps.
+
+    >>> _mismatch([{"mismatch_kl": 0.0061, "ratio_max_error": 0.42}, {"mismatch_kl": 0.0043, "ratio_max_error": 0.7}])
+    ' Sampling and trained policy differ by at most 6.1e-03 nats a token (mismatch KL of a batch), ratios by at most 0.7.'
+    """
+    known = [step for step in steps if step.get("mismatch_kl") is not None and step.get("ratio_max_error") is not None]
+    if not known:
+        return ""
+    divergence, ratio = (max(step[key] for step in known) for key in ("mismatch_kl", "ratio_max_error"))
+    return (
+        f" Sampling and trained policy differ by at most {divergence:.1e} nats a token (mismatch KL of a batch), "
+        f"ratios by at most {ratio:.2g}."
+    )
 
 
 def _figure(svg: str, title: str, note: str, *, wide: bool = False) -> str:
