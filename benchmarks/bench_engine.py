@@ -1,10 +1,13 @@
-"""Generation speed: this engine, vLLM, ``transformers.generate`` and transformers' continuous batching, in turns.
+"""Generation speed: this engine in float32 and in int8, vLLM, ``transformers.generate`` and its continuous batching, in turns.
 
 Two shapes of a step of reinforcement learning, 8 prompts × 4 samples × 32 new tokens and 8 × 8 × 64, 145 prompt tokens,
 temperature 1, log-probabilities back, no stop token, so that all draw the same number of tokens. Then an agent's load: the
 demo's ``support_desk`` policy after its warm start, 8 groups × 8 samples, multi-turn, temperature 1, tokens drawn per second.
 This engine and vLLM are servers and are asked over HTTP, as in a run. Every round starts with nothing computed before. Rounds
 alternate, so that whatever else the machine does weighs on all; figures are medians over rounds.
+
+``ours_int8`` samples with ``quantization = "int8"``, from a distribution that is near to the weights' own; it has no ceiling in
+float32.
 
 ``gemm_ceiling_tok_s`` is what the job's floating-point work allows: each distinct prompt token and each drawn one costs two
 operations for each weight; the rate is that of a large matrix product, measured in the same rounds.
@@ -35,7 +38,7 @@ from evergrad.loop.placement import LocalPlacement
 
 PROMPT_TOKENS = 145
 GEMM_SIZE = 4096
-SIDES = ("ours", "vllm", "hf", "hf_continuous")
+SIDES = ("ours", "ours_int8", "vllm", "hf", "hf_continuous")
 SHAPES = ("8x4x32", "8x8x64", "agent")
 AGENT_GROUPS, AGENT_SAMPLES = 8, 8
 
@@ -73,12 +76,15 @@ async def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
         agent = await measure_agent(sides, model, weights, arguments.rounds) if "agent" in arguments.shapes else {}
         peaks = {name: round(side.peak_rss_mb()) for name, side in sides.items() if isinstance(side, Server)}
     last = next(reversed(shapes.values()), {})
-    keys = ("ours_tok_s", "vllm_tok_s", "hf_tok_s", "hf_continuous_tok_s", "ratio_vllm", "ratio_hf")
+    speeds = ("ours_tok_s", "ours_int8_tok_s", "vllm_tok_s", "hf_tok_s", "hf_continuous_tok_s")
+    keys = (*speeds, "ratio_vllm", "ratio_vllm_int8", "ratio_hf")
     return {
         "benchmark": "engine",
         **{key: last.get(key) for key in (*keys, "gemm_ceiling_tok_s", "ceiling_share")},
         "ratio_vllm_agent": agent.get("ratio_vllm"),
+        "ratio_vllm_agent_int8": agent.get("ratio_vllm_int8"),
         "peak_rss_mb": peaks.get("ours"),
+        "int8_peak_rss_mb": peaks.get("ours_int8"),
         "vllm_peak_rss_mb": peaks.get("vllm"),
         "shapes": {**shapes, **({"agent": agent} if agent else {})},
         "model": arguments.model,
@@ -94,7 +100,9 @@ async def start(
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     sides: dict[str, Side] = {}
     if "ours" in arguments.sides:
-        sides["ours"] = await start_ours(model, arguments.threads, placement, stack)
+        sides["ours"] = await start_ours("ours", model, arguments.threads, placement, stack)
+    if "ours_int8" in arguments.sides:
+        sides["ours_int8"] = await start_ours("ours_int8", model, arguments.threads, placement, stack, "int8")
     if "vllm" in arguments.sides:
         sides["vllm"] = await start_vllm(model, arguments.threads, placement, stack, arguments.vllm, scratch)
     if "hf" in arguments.sides:
@@ -161,13 +169,17 @@ async def measure_agent(sides: dict[str, Side], model: Path, weights: Path, roun
 
 def _ratios(speed: dict[str, float]) -> dict[str, float | None]:
     """Ours over theirs."""
-    ours = speed.get("ours_tok_s")
 
-    def over(name: str) -> float | None:
-        theirs = speed.get(f"{name}_tok_s")
-        return round(ours / theirs, 3) if ours and theirs else None
+    def over(theirs: str, ours: str = "ours") -> float | None:
+        one, other = speed.get(f"{ours}_tok_s"), speed.get(f"{theirs}_tok_s")
+        return round(one / other, 3) if one and other else None
 
-    return {"ratio_vllm": over("vllm"), "ratio_hf": over("hf"), "ratio_hf_continuous": over("hf_continuous")}
+    return {
+        "ratio_vllm": over("vllm"),
+        "ratio_vllm_int8": over("vllm", "ours_int8"),
+        "ratio_hf": over("hf"),
+        "ratio_hf_continuous": over("hf_continuous"),
+    }
 
 
 def gemm_rate() -> float:

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import psutil
 import torch
@@ -82,9 +82,16 @@ def alone(side: Side | None, sides: Iterable[Side]) -> Iterator[None]:
             process.resume()
 
 
-async def start_ours(model: Path, threads: int, placement: LocalPlacement, stack: AsyncExitStack) -> Server:
-    config = EngineConfig(model=str(model), threads=threads)
-    worker = await placement.start("ours", "evergrad.inference", config)
+async def start_ours(
+    name: str,
+    model: Path,
+    threads: int,
+    placement: LocalPlacement,
+    stack: AsyncExitStack,
+    quantization: Literal["int8"] | None = None,
+) -> Server:
+    config = EngineConfig(model=str(model), threads=threads, quantization=quantization)
+    worker = await placement.start(name, "evergrad.inference", config)
     client = await stack.enter_async_context(EngineClient(worker.base_url, worker.token))
     return Server(client, worker)
 

@@ -1,4 +1,4 @@
-"""Products in int8: near to the exact ones by a bound, the same wherever they are computed, and of the weights that are live."""
+"""Products in int8: near to the exact ones by a bound, the same in any company, of the weights that are live."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_an_architecture_that_transformers_computes_is_refused(tmp_path: Path) -
     from transformers import GPT2Config
 
     folder = make_folder(tmp_path / "gpt2", GPT2Config(vocab_size=300, n_embd=64, n_layer=1, n_head=2, n_positions=64), 0)
-    with pytest.raises(EngineError, match="quantizes nothing.*leave quantization out"):
+    with pytest.raises(EngineError, match=r"quantizes nothing.*leave quantization out"):
         make_engine(folder, quantization="int8")
 
 

@@ -77,7 +77,9 @@ class Administration:
 
     async def _update(self, data: Any) -> Any:
         body = wire.parse_body(wire.UpdateBody, data)
-        report = await self._or_conflict(lambda: self.weights.update(body.manifest, body.mode, full_precision=body.full_precision))
+        report = await self._or_conflict(
+            lambda: self.weights.update(body.manifest, body.mode, full_precision=body.full_precision)
+        )
         self._on_new_weights()
         return report
 

@@ -3,8 +3,8 @@
 A number x is kept as ``round(x / scale)`` in [-127, 127]; the scale is the largest magnitude of its row over 127. One large
 number costs all others of its row their precision, and a language model's activations have such numbers, in the same few
 places. So both factors are rotated first, in blocks of neighbouring inputs, by an orthogonal matrix H that spreads each number
-over its block: ``x Wᵀ = (x H)(W H)ᵀ`` (as in QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, there in other places). The sums of
-products are exact, in int32, so a row's product does not depend on the rows beside it.
+over its block: ``x Wᵀ = (x H)(W H)ᵀ`` (as in QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, there in other places). The sums
+of products are exact, in int32, so a row's product does not depend on the rows beside it.
 
 Shape letters: T rows, I inputs, O outputs.
 """

@@ -495,9 +495,9 @@ class RunConfig(Config):
         for rl in (recipe.rl for recipe in self.recipes if recipe.rl.steps):
             if not rl.loss.build().corrects_staleness:
                 raise ValueError(
-                    f"engine.quantization = '{self.engine.quantization}' samples from a policy that is not quite the trainer's, "
-                    f"and loss '{rl.loss.name}' as it is set does not correct for that; use loss.name = 'policy_gradient', or "
-                    "anchor = 'behaviour', or a correction, or leave quantization out"
+                    f"engine.quantization = '{self.engine.quantization}' samples from a policy near to the trainer's, not its "
+                    f"own, and loss '{rl.loss.name}' as it is set does not correct for that; use loss.name = "
+                    "'policy_gradient', or anchor = 'behaviour', or a correction, or leave quantization out"
                 )
 
     @model_validator(mode="after")
