@@ -64,6 +64,14 @@ def test_a_product_is_as_near_as_its_rounding_allows(rows: int, inputs: int, out
     assert np.abs(weight.dequantized().double().numpy() - spread(theirs * their_scales)).max() <= their_scales.max() * 1.01
 
 
+def test_every_output_of_a_large_weight_has_its_own_scale() -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(2100, 64) * torch.rand(2100, 1)
+    quantized = QuantizedWeight.of(weight)
+    # Half a unit in each of the 64 places of a block, which the rotation back adds up to 8 halves at most.
+    assert ((quantized.dequantized() - weight).abs() <= 4.01 * quantized.scales[:, None]).all()
+
+
 def test_a_weight_with_one_input_is_refused() -> None:
     with pytest.raises(ValueError, match="one input"):
         QuantizedWeight.of(torch.ones(3, 1))

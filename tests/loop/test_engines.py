@@ -15,7 +15,7 @@ from evergrad.config import ConfigError, parse_config
 from evergrad.loop.config import RunConfig
 from evergrad.registry import base_model
 from evergrad.registry.tiny import make_tiny
-from tests.loop.conftest import Start
+from tests.loop.conftest import TWO_CYCLES, Start
 from tests.loop.test_methods import learned_steps
 from tests.loop.test_resume import finish
 
@@ -80,6 +80,20 @@ def test_what_is_rolled_out_is_quantized_and_nothing_else(tiny_config: Path, tmp
     assert worst_gap(run, "step-000000", run / "versions" / "t-c1-sft") > 1e-3
     for rolled, folder in (("base-model", base_model("tiny")), ("eval-t-c1-rl--letters@v1", run / "versions" / "t-c1-rl")):
         assert worst_gap(run, rolled, folder) < 1e-3
+
+
+# Two whole runs: `make test-slow`.
+@pytest.mark.slow
+def test_it_learns_as_much_from_what_int8_rolls_out(tmp_path: Path, start: Start) -> None:
+    after = {}
+    for name in ("float32", "int8"):
+        config, run = tmp_path / f"{name}.toml", tmp_path / name
+        config.write_text(TWO_CYCLES + ('\n[engine]\nquantization = "int8"\n' if name == "int8" else ""))
+        finish(start("run", str(config), "--run-dir", str(run), "--set", "budget.cycles=1"))
+        (cycle,) = json.loads((run / "report.json").read_text())["cycles"]
+        assert cycle["verdict"] == "promoted"
+        after[name] = cycle["score_after"]
+    assert after["int8"] == pytest.approx(after["float32"], abs=0.1)
 
 
 def worst_gap(run: Path, rolled: str, folder: Path) -> float:

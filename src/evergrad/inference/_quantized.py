@@ -20,6 +20,9 @@ _MOST = 127.0
 _LARGEST_BLOCK = 64
 """Inputs over which one number is spread: a larger block gains little more, and costs its size in products for each input."""
 
+_OUTPUTS_AT_ONCE = 1024
+"""Of a weight that is quantized: what is made on the way then stays in the cache, and takes a third of the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
@@ -55,8 +58,12 @@ class QuantizedWeight:
         """
         if weight.shape[1] == 1:
             raise ValueError("a weight with one input cannot be quantized")
-        rows = QuantizedRows.of(weight)
-        return cls(rows.values, rows.scales[:, 0])
+        values, scales = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight))
+        for start in range(0, len(weight), _OUTPUTS_AT_ONCE):
+            part = slice(start, start + _OUTPUTS_AT_ONCE)
+            rows = QuantizedRows.of(weight[part])
+            values[part], scales[part] = rows.values, rows.scales[:, 0]
+        return cls(values, scales)
 
     def product(self, rows: QuantizedRows) -> torch.Tensor:
         """``rows`` times the transposed weight, [T, O] float32."""
