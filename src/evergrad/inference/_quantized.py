@@ -37,8 +37,9 @@ class QuantizedRows:
     def of(cls, rows: torch.Tensor) -> QuantizedRows:
         """Float32 ``rows`` [T, I]; a row with a value that is not finite has no finite scale either."""
         rotated = _rotated(rows)
-        largest = rotated.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(rows.dtype).tiny * _MOST)
-        return cls(rotated.mul_(_MOST / largest).round_().to(torch.int8), largest.div_(_MOST))
+        # The bound is for a row of zeros, which has no scale of its own.
+        scales = rotated.abs().amax(-1, keepdim=True).mul_(1.0 / _MOST).clamp_(min=torch.finfo(rows.dtype).tiny)
+        return cls(rotated.div_(scales).round_().to(torch.int8), scales)
 
 
 @dataclass(frozen=True, slots=True)
