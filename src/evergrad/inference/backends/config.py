@@ -31,7 +31,6 @@ class BackendConfig(Config):
     """The program ``vllm``, by path where it is not on PATH: it lives in an environment of its own."""
     arguments: tuple[str, ...] = Field(default=(), max_length=64)
     """More words for ``vllm serve``, such as ``["--tensor-parallel-size", "2"]``."""
-
     quantization: Literal["int8"] | None = None
     """Of the house's own engine in reinforcement learning: ``int8`` samples faster from a policy that is near to the trainer's,
     for a loss that corrects the difference. What is measured and served is not quantized."""
