@@ -539,7 +539,9 @@ class SessionOutcome:
     score: float | None
     """In [0, 1]; ``None`` where a fault of engine, tools or verifier left nothing to score."""
     share: float
-    """Of the sessions that the candidate answered when this one began."""
+    """Of the sessions that the candidate answered when this one began: the chance with which it was dealt to the candidate."""
+    by_customer: bool = False
+    """A customer's, who came by himself; else one that the loop played."""
 
 
 @dataclass(frozen=True, slots=True)

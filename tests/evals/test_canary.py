@@ -126,6 +126,121 @@ def test_a_margin_is_no_harm() -> None:
     assert found[1].count(CanaryStep.ROLL_BACK) <= 4
 
 
+def customer(number: int, side: Side, score: float | None, share: float) -> SessionOutcome:
+    return SessionOutcome(f"customer-{number}", side, score, share, by_customer=True)
+
+
+@pytest.mark.parametrize("shares", [(0.01,) * 6, (0.25, 0.25, 0.5, 0.5, 0.5, 0.9)])
+@pytest.mark.parametrize("margin", [0.0, 0.1])
+def test_customers_who_come_as_they_choose_are_a_fair_game_over_the_coins_of_their_sides(
+    shares: tuple[float, ...], margin: float
+) -> None:
+    """Exact: over all ways in which six coins can fall. What the next customer asks, and whether the loop plays in between,
+    depends on everything so far, the coins included; the version itself makes no difference."""
+
+    def next_one(so_far: Sequence[Side]) -> float | None:
+        to_candidate = so_far.count(Side.CANDIDATE)
+        return [1.0, 0.0, 0.5, None, 0.2, 0.0][(len(so_far) + 2 * to_candidate) % 6]
+
+    expected, unweighed = 0.0, 0.0
+    for coins in itertools.product(BOTH, repeat=len(shares)):
+        test, chance = HarmTest(margin), 1.0
+        for number, side in enumerate(coins):
+            if number == coins.count(Side.CANDIDATE):
+                test.see(session(number, Side.INCUMBENT, 1.0, shares[number]))
+            value = test.see(customer(number, side, next_one(coins[:number]), shares[number]))
+            chance *= shares[number] if side is Side.CANDIDATE else 1 - shares[number]
+        expected, unweighed = expected + chance * value, unweighed + chance
+    assert unweighed == pytest.approx(1)
+    if margin == 0.0:
+        assert expected == pytest.approx(1, abs=1e-12)
+    else:
+        assert expected < 1, "as good is better than what the margin allows"
+
+
+def test_customers_who_come_because_of_what_was_said_to_others_are_no_harm() -> None:
+    """Whoever comes soon after the candidate has spoken asks something easy, whoever comes late something hard; the version
+    makes no difference. Each block of sessions would compare early ones with a late one, so customers are weighed by coins."""
+    draws, crossed, blocks_crossed = np.random.default_rng(17), 0, 0
+    for _ in range(60):
+        test, blocks, since = HarmTest(), HarmTest(), 0
+        highest = highest_of_blocks = 0.0
+        for number in range(600):
+            side = Side.CANDIDATE if draws.random() < 0.1 else Side.INCUMBENT
+            score = float(draws.random() < (0.9 if since < 6 else 0.1))
+            highest = max(highest, test.see(customer(number, side, score, 0.1)))
+            highest_of_blocks = max(highest_of_blocks, blocks.see(session(number, side, score, 0.1)))
+            since = 0 if side is Side.CANDIDATE else since + 1
+        crossed += highest >= 20
+        blocks_crossed += highest_of_blocks >= 20
+    assert crossed / 60 <= 0.05
+    assert blocks_crossed / 60 > 0.2, "or weights would not be needed"
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.25, 0.5])
+def test_harm_to_customers_alone_is_found(share: float) -> None:
+    """What the loop plays goes as well on either side; of its customers, the candidate's are failed."""
+    draws, needed = np.random.default_rng(23), list[int]()
+    for _ in range(20):
+        test, met = HarmTest(), 0
+        for number in range(100_000):
+            side = Side.CANDIDATE if draws.random() < share else Side.INCUMBENT
+            rate = 0.9 if side is Side.INCUMBENT else 0.2
+            met += side is Side.CANDIDATE
+            test.see(session(number, BOTH[number % 2], 1.0, share))
+            if test.see(customer(number, side, float(draws.random() < rate), share)) >= 20:
+                break
+        needed.append(met)
+    assert max(needed) <= 60, needed
+
+
+def test_customers_whom_nobody_could_answer_are_harm_and_of_both_sides_alike_none() -> None:
+    draws = np.random.default_rng(29)
+    for faults, harmful in (((0.0, 0.6), True), ((0.3, 0.3), False)):
+        test, highest = HarmTest(), 0.0
+        for number in range(2000):
+            side = Side.CANDIDATE if draws.random() < 0.25 else Side.INCUMBENT
+            score = None if draws.random() < faults[side is Side.CANDIDATE] else 1.0
+            highest = max(highest, test.see(customer(number, side, score, 0.25)))
+        assert (highest >= 20) is harmful
+
+
+def test_without_customers_all_is_as_it_was_and_with_them_half_is_staked_on_them() -> None:
+    own, both = HarmTest(), HarmTest()
+    harmed = list(in_turn([0.0] * 4, 0.5))
+    for each in harmed:
+        assert own.see(each) == both.see(each)
+    won = own.e_value
+    assert won > 1
+    both.see(customer(0, Side.INCUMBENT, 0.5, 0.5))
+    assert both.e_value == pytest.approx(won), "split, not spent: who scores what is expected changes nothing"
+    for each in in_turn([0.0] * 4, 0.5, start=10):
+        own.see(each)
+        both.see(each)
+    assert both.e_value == pytest.approx((own.e_value + won) / 2)
+
+
+def test_the_word_of_a_canary_tells_customers_apart_and_waits_for_none() -> None:
+    plan = CanaryConfig(shares=(0.5,), outcomes=2)
+    own = list(in_turn([1.0, 1.0], 0.5))
+    customers = [customer(number, BOTH[number % 2], 1.0, 0.5) for number in range(5)]
+    held = rule_on_canary(plan, [*customers, *own[:2]], 0.5)
+    assert held.step is CanaryStep.HOLD, "customers are not among the registered number"
+    assert held.evidence["candidate"] == {"sessions": 1, "scored": 1, "mean": 1.0}
+    assert held.evidence["customers"]["incumbent"] == {"sessions": 3, "scored": 3, "mean": 1.0}
+    assert "; customers: candidate mean 1.000 of 2; incumbent mean 1.000 of 3; e = " in held.reason
+    assert rule_on_canary(plan, [*customers, *own], 0.5).step is CanaryStep.WIDEN
+    alone = rule_on_canary(plan, own, 0.5)
+    assert "customers" not in alone.evidence
+    assert "customers" not in alone.reason
+
+
+def test_a_customer_for_whom_no_coin_was_tossed_says_nothing() -> None:
+    for share in (0.0, 1.0):
+        with pytest.raises(EvalError, match="could have come to either side"):
+            HarmTest().see(customer(0, Side.INCUMBENT, 1.0, share))
+
+
 def in_turn(scores: Sequence[float | None], share: float, start: int = 0) -> Iterator[SessionOutcome]:
     """A perfect session of the incumbent before each one of the candidate."""
     for number, score in enumerate(scores, start=start):

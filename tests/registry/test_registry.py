@@ -357,9 +357,18 @@ def test_first_openings_at_once_make_one_schema(path: Path) -> None:
     assert [(child.communicate()[0], child.returncode) for child in children] == [(b"()\n", 0)] * 4
 
 
+AS_SCHEMA_3 = """
+ALTER TABLE release_outcomes DROP COLUMN by_customer;
+DROP TABLE release_offers;
+DROP TABLE release_gateways;
+UPDATE evergrad_schemas SET version = 3;
+"""
+
+
 def test_versions_of_schema_2_are_their_weights_alone(registry: Registry, path: Path) -> None:
     before = registry.get("a")
     with sqlite3.connect(path) as connection:
+        connection.executescript(AS_SCHEMA_3)
         connection.execute("ALTER TABLE versions DROP COLUMN system_prompt")
         connection.execute("UPDATE evergrad_schemas SET version = 2")
     again = Registry(path)
@@ -374,7 +383,7 @@ def test_versions_of_schema_2_are_their_weights_alone(registry: Registry, path: 
 def test_what_cannot_be_opened_says_why(tmp_path: Path, registry: Registry, path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE evergrad_schemas SET version = 99")
-    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 3.*upgrade Evergrad"):
+    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 4.*upgrade Evergrad"):
         Registry(path)
     (tmp_path / "text").write_text("no database, but long enough to look at " * 50)
     with pytest.raises(DatabaseError, match="file is not a database"):

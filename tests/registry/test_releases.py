@@ -12,7 +12,7 @@ import pytest
 
 from evergrad.registry import Registry, RegistryError
 from evergrad.types import Release, ReleaseState, SessionOutcome, Side, Verdict
-from tests.registry.test_registry import version, yes
+from tests.registry.test_registry import AS_SCHEMA_3, version, yes
 
 PLAN = {"shares": [0.05, 0.25], "outcomes": 20}
 
@@ -150,6 +150,50 @@ def test_outcomes_are_kept_once_and_in_order(registry: Registry, path: Path) -> 
     registry.releases.observe(release, again)
     registry.releases.observe(release, [])
     assert Registry(path).releases.outcomes(release) == (*first, again[1])
+    customers = [SessionOutcome("customer-1", Side.CANDIDATE, 0.5, 0.05, by_customer=True)]
+    registry.releases.observe(release, customers)
+    assert Registry(path).releases.outcomes(release) == (*first, again[1], *customers)
+
+
+def test_outcomes_of_a_registry_from_before_customers_met_candidates_are_the_loops_own(registry: Registry, path: Path) -> None:
+    release = begin(registry)
+    registry.releases.observe(release, [SessionOutcome("s1", Side.CANDIDATE, 1.0, 0.05)])
+    with sqlite3.connect(path) as connection:
+        connection.executescript(AS_SCHEMA_3)
+    again = Registry(path)
+    assert again.releases.outcomes(release) == (SessionOutcome("s1", Side.CANDIDATE, 1.0, 0.05, by_customer=False),)
+    again.releases.offer(release, "http://127.0.0.1:1")
+    assert again.releases.offered(release) == "http://127.0.0.1:1"
+
+
+def test_a_gateway_learns_where_the_candidate_answers_and_says_that_it_asks_there(registry: Registry, path: Path) -> None:
+    releases, gateway = registry.releases, Registry(path).releases
+    release = begin(registry)
+    assert gateway.offered(release) == ""
+    releases.offer(release, "http://127.0.0.1:1")
+    releases.offer(release, "http://127.0.0.1:2")  # another process, after a restart
+    assert gateway.offered(release) == "http://127.0.0.1:2"
+    for pid in (7, 8, 7):
+        gateway.enter(release, pid)
+    assert releases.gateways(release) == (7, 8)
+    wider = releases.widen(release, 0.25, reason="no harm")
+    assert gateway.offered(wider) == "http://127.0.0.1:2", "a wider share has the same engine"
+    releases.roll_back(wider, reason="harm")
+    assert gateway.offered(wider) == "", "whoever ended the release, and whether or not the run knows by now"
+    gateway.leave(release, 7)
+    gateway.leave(release, 7)
+    assert releases.gateways(release) == (8,)
+    second = begin(registry, "c")
+    assert gateway.offered(second) == ""
+    assert releases.gateways(second) == ()
+
+
+def test_in_the_shadow_a_candidate_is_offered_to_nobody(registry: Registry) -> None:
+    shadow = registry.releases.begin("production", yes("b", "a"), PLAN, state=ReleaseState.SHADOW, share=0.0)
+    registry.releases.offer(shadow, "http://127.0.0.1:1")
+    assert registry.releases.offered(shadow) == ""
+    registry.releases.widen(shadow, 0.05, reason="it answers")
+    assert registry.releases.offered(shadow) == "http://127.0.0.1:1"
 
 
 CRASH = """

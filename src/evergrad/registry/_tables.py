@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 TABLES = sa.MetaData()
 VERSIONS = sa.Table(
@@ -83,19 +83,39 @@ OUTCOMES = sa.Table(
     sa.Column("score", sa.Float),
     sa.Column("share", sa.Float, nullable=False),
     sa.Column("at", sa.String, nullable=False),
+    sa.Column("by_customer", sa.Boolean, nullable=False, server_default="0"),
     sa.UniqueConstraint("release_id", "session_id"),
 )
+OFFERS = sa.Table(
+    "release_offers",
+    TABLES,
+    sa.Column("release_id", sa.Integer, sa.ForeignKey("releases.release_id"), primary_key=True),
+    sa.Column("url", sa.String, nullable=False),
+)
+"""Where the candidate's engine answers now; what process that is changes with every start of the run."""
+GATEWAYS = sa.Table(
+    "release_gateways",
+    TABLES,
+    sa.Column("release_id", sa.Integer, sa.ForeignKey("releases.release_id"), primary_key=True),
+    sa.Column("pid", sa.Integer, primary_key=True),
+)
+"""Who may have requests under way at that engine."""
 
 
 def upgrade(connection: sa.Connection, stored: int) -> None:
     """From schema 1, which knew no releases and did not say who moved an alias, and on what evidence beside a verdict; from
-    schema 2, whose versions were their weights alone."""
+    schema 2, whose versions were their weights alone; from schema 3, where no customer met a candidate."""
     if stored < 2:
         _add_columns(connection, EVENTS, "actor", "evidence")
         for table in (RELEASES, RELEASE_EVENTS, OUTCOMES):
             table.create(connection)
     if stored < 3:
         _add_columns(connection, VERSIONS, "system_prompt")
+    if stored < 4:
+        if stored >= 2:  # else it was made just now
+            _add_columns(connection, OUTCOMES, "by_customer")
+        for table in (OFFERS, GATEWAYS):
+            table.create(connection)
 
 
 def _add_columns(connection: sa.Connection, table: sa.Table, *names: str) -> None:

@@ -8,6 +8,11 @@ A release is one row that never changes and a list of events, of which the last 
 
 Who changes it says where he believes it to stand, so that of two who change it at once one is refused. Outcomes of live
 sessions are kept with it, each once, in the order in which they were judged: whoever judges them again finds the same.
+
+A gateway in another process reads here where the candidate's engine answers, and says here that it sends requests there::
+
+    run ── offer ──▶ url ──▶ gateway ── enter ──▶ pid        the run ends that engine only when it has withdrawn the offer
+    run ── offer "" ───────▶ gateway ── leave ──▶            and every gateway has left
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from evergrad.registry._moves import (
     require_ruling,
     require_version,
 )
-from evergrad.registry._tables import OUTCOMES, RELEASE_EVENTS, RELEASES, VERDICTS
+from evergrad.registry._tables import GATEWAYS, OFFERS, OUTCOMES, RELEASE_EVENTS, RELEASES, VERDICTS
 from evergrad.types import Release, ReleaseState, SessionOutcome, Side, Verdict, strict_json
 
 
@@ -142,6 +147,7 @@ class Releases:
                     "score": each.score,
                     "share": each.share,
                     "at": now(),
+                    "by_customer": each.by_customer,
                 }
                 for each in outcomes
                 if each.session_id not in known
@@ -154,7 +160,7 @@ class Releases:
         query = sa.select(OUTCOMES).where(OUTCOMES.c.release_id == release.release_id).order_by(OUTCOMES.c.number)
         with self._database.read() as connection:
             rows = connection.execute(query)
-            return tuple(SessionOutcome(row.session_id, Side(row.side), row.score, row.share) for row in rows)
+            return tuple(_to_outcome(row) for row in rows)
 
     def widen(
         self, release: Release, share: float, *, reason: str, evidence: Mapping[str, Any] | None = None, actor: str = ""
@@ -211,6 +217,46 @@ class Releases:
             _require_standing(connection, release)
             _add_event(connection, release.release_id, ReleaseState.ROLLED_BACK, 0.0, actor, reason, evidence)
             return _require(connection, release.release_id)
+
+
+    # -- who meets the candidate -----------------------------------------------------------------------------------------
+
+    def offer(self, release: Release, url: str) -> None:
+        """Says where the candidate's engine answers; the empty text says that it does so no more."""
+        with self._database.write() as connection:
+            connection.execute(OFFERS.delete().where(OFFERS.c.release_id == release.release_id))
+            connection.execute(OFFERS.insert().values(release_id=release.release_id, url=url))
+
+    def offered(self, release: Release) -> str:
+        """Where the candidate's engine answers; empty while the release has ended, is in the shadow, or nobody carries it out.
+
+        After a kill of the run this is the address of an engine that is gone, until the run goes on.
+        """
+        with self._database.read() as connection:
+            found = _require(connection, release.release_id)
+            if found.state is not ReleaseState.CANARY:
+                return ""
+            query = sa.select(OFFERS.c.url).where(OFFERS.c.release_id == release.release_id)
+            return connection.execute(query).scalar() or ""
+
+    def enter(self, release: Release, pid: int) -> None:
+        """A gateway of this process id may send requests to the candidate from here on."""
+        mine = {"release_id": release.release_id, "pid": pid}
+        with self._database.write() as connection:
+            if connection.execute(sa.select(GATEWAYS).filter_by(**mine)).first() is None:
+                connection.execute(GATEWAYS.insert().values(mine))
+
+    def leave(self, release: Release, pid: int) -> None:
+        """That gateway has no request under way there, and sends none."""
+        with self._database.write() as connection:
+            mine = (GATEWAYS.c.release_id == release.release_id) & (GATEWAYS.c.pid == pid)
+            connection.execute(GATEWAYS.delete().where(mine))
+
+    def gateways(self, release: Release) -> tuple[int, ...]:
+        """Process ids of those that have entered and not left."""
+        query = sa.select(GATEWAYS.c.pid).where(GATEWAYS.c.release_id == release.release_id).order_by(GATEWAYS.c.pid)
+        with self._database.read() as connection:
+            return tuple(connection.execute(query).scalars())
 
 
 def close_open_release(connection: sa.Connection, alias: str, version_id: str, actor: str) -> None:
@@ -297,6 +343,10 @@ def _add_event(
         "at": now(),
     }
     connection.execute(RELEASE_EVENTS.insert().values(values))
+
+
+def _to_outcome(row: sa.Row[Any]) -> SessionOutcome:
+    return SessionOutcome(row.session_id, Side(row.side), row.score, row.share, bool(row.by_customer))
 
 
 def _to_release_event(row: sa.Row[Any]) -> ReleaseEvent:
