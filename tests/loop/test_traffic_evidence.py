@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,9 +19,9 @@ from evergrad.envs import Taskset, content_hash
 from evergrad.loop._folder import LoopState
 from evergrad.loop._watching import _customers, _drift
 from evergrad.loop.config import RunConfig
-from evergrad.loop.traffic import CustomerOutcomes, Redacted, ServedTraffic, TrafficStore
+from evergrad.loop.traffic import CustomerOutcomes, DealtSession, Redacted, ServedTraffic, TrafficStore
 from evergrad.loop.triggers import Live, WatchConfig, fired
-from evergrad.types import Completion, FinishReason, Message, ModelVersion, Outcome, PolicySpan, Rollout, Turn
+from evergrad.types import Completion, FinishReason, Message, ModelVersion, Outcome, PolicySpan, Rollout, SessionOutcome, Side, Turn
 from tests.loop.conftest import Start
 from tests.loop.test_traffic_to_tasks import CONFIG, QUEUES, REDACTOR, Customers, address, ran
 
@@ -89,6 +90,91 @@ async def test_a_conversation_that_the_environment_cannot_read_ends_nothing(stor
     )
     keep(store, "1")
     assert await ServedTraffic(store).outcomes(Taskset(str(file), {"contract": "v1"}), "v") == CustomerOutcomes((), 0, 1)
+
+
+async def test_what_is_read_bit_by_bit_says_what_all_of_it_says(store: TrafficStore) -> None:
+    """Random turns, continuations and feedback; after each a look that knows the rest, and one that reads everything."""
+    rng, served, texts = Random(4), ServedTraffic(store), dict[str, tuple[Message, ...]]()
+    for number in range(120):
+        name, system = str(number), rng.choice([V1, V1, V2])
+        goes_on = rng.choice([*texts, None]) if texts else None
+        said = texts[goes_on] if goes_on else (Message("system", system),)
+        said = (*said, Message("user", f"The lamp of order {rng.randint(1, 9)}: cancel"), Message("assistant", rng.choice("ab")))
+        in_place = goes_on if rng.random() < 0.5 else None  # else a gateway that was started anew, and knows none of them
+        version = rng.choice(["v", "w"])
+        stored = store.keep(
+            Redacted(name, "default", None, version, said, system_hash=content_hash(said[0].content)), in_place
+        )
+        texts[stored] = said
+        told = {"score": float(rng.random() < 0.5)} if rng.random() < 0.3 else {"outcome": {"queue": rng.choice("ab")}}
+        if rng.random() < 0.6:
+            store.add_feedback("default", completion_id=name, **told)
+        if number == 80:
+            store.delete("nobody", None, [])
+        fresh = ServedTraffic(store)
+        assert await served.outcomes(TASKSET, "v") == await fresh.outcomes(TASKSET, "v")
+        assert await served.requests(number // 2, 10) == await fresh.requests(number // 2, 10)
+    assert len((await served.outcomes(TASKSET, "v")).scores) > 20
+    store.delete("default", None, [])
+    assert await served.outcomes(TASKSET, "v") == CustomerOutcomes()
+
+
+async def test_one_look_has_the_verifier_judge_so_many_and_the_next_ones_the_others(
+    store: TrafficStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evergrad.loop.traffic.evidence.VERIFIED_AT_ONCE", 4)
+    served = ServedTraffic(store)
+    for number in range(10):
+        keep(store, str(number))
+        store.add_feedback("default", completion_id=str(number), outcome={"queue": "b"})
+    found = [await served.outcomes(TASKSET, "v") for _ in range(4)]
+    assert [(len(each.scores), each.pending) for each in found] == [(4, 6), (8, 2), (10, 0), (10, 0)]
+
+
+async def test_sessions_of_a_canary_count_once_for_the_side_that_they_were_dealt_to(store: TrafficStore) -> None:
+    def begin(name: str, side: Side, *, share: float = 0.25, failed: bool = False, release_id: int = 1) -> int:
+        return store.canary.put_down(DealtSession(release_id, name, "default", None, side, share, failed))
+
+    def said_in(session: int, name: str, reply: str, version: str) -> None:
+        said = (Message("system", V1), Message("user", f"The lamp of order {name}: cancel"), Message("assistant", reply))
+        store.keep(Redacted(name, "default", None, version, said, system_hash=content_hash(V1), session=session))
+
+    one, two, three = begin("s1", Side.CANDIDATE), begin("s2", Side.INCUMBENT), begin("s3", Side.CANDIDATE, share=0.5)
+    assert begin("s1", Side.INCUMBENT, share=0.5) == one, "as it was dealt first"
+    for name, session, reply, version in (("1", one, "b", "new"), ("2", two, "a", "old"), ("3", three, "b", "old")):
+        said_in(session, name, reply, version)
+        store.add_feedback("default", completion_id=name, outcome={"queue": "b"})
+    said_in(one, "4", "a", "new")  # the same session, a second conversation
+    store.add_feedback("default", completion_id="4", score=0.0)
+    said_in(begin("silent", Side.CANDIDATE), "5", "b", "new")
+    begin("lost", Side.CANDIDATE, failed=True)
+    begin("of another release", Side.CANDIDATE, failed=True, release_id=2)
+    found = await ServedTraffic(store).of_canary(TASKSET, 1, {"customer-2"})
+    assert found == [
+        SessionOutcome("customer-1", Side.CANDIDATE, 1.0, 0.25, by_customer=True),
+        SessionOutcome("customer-3", Side.CANDIDATE, 1.0, 0.5, by_customer=True),
+        SessionOutcome("customer-5", Side.CANDIDATE, None, 0.25, by_customer=True),
+    ]
+    assert [each.session for each in store.canary.of_release(1)] == ["s1", "s2", "s3", "silent", "lost"]
+    store.canary.end(1)
+    assert [each.session for each in store.canary.of_release(1)] == ["1", "2", "3", "4", "5"], "nobody can be told from it"
+    store.delete("default", None, [])
+    assert store.canary.of_release(1) == store.canary.of_release(2) == []
+
+
+def test_a_store_from_before_canaries_of_customers_is_brought_up(store: TrafficStore, tmp_path: Path) -> None:
+    keep(store, "1")
+    with sqlite3.connect(tmp_path / "traffic.sqlite") as connection:
+        connection.executescript(
+            "DROP TABLE canary_sessions; DROP INDEX ix_traces_changed; ALTER TABLE traces DROP COLUMN changed;"
+            "ALTER TABLE traces DROP COLUMN session; UPDATE evergrad_schemas SET version = 1;"
+        )
+    with TrafficStore(tmp_path / "traffic.sqlite") as again:
+        (old,) = again.traces(after=-1)
+        assert (old.changed, old.session) == (0, None)
+        keep(again, "2")
+        assert [each.trace.trace_id for each in again.traces(after=0)] == ["2"]
+        assert again.canary.of_release(1) == []
 
 
 def test_customers_are_judged_beside_the_runs_own_traffic_and_never_pooled_with_it() -> None:
@@ -184,7 +270,7 @@ def asked(count: int) -> list[Rollout]:
     ]
 
 
-def test_customers_drift_from_what_they_asked_before_not_from_unredacted_texts(store: TrafficStore) -> None:
+async def test_customers_drift_from_what_they_asked_before_not_from_unredacted_texts(store: TrafficStore) -> None:
     session: Any = Loop(store)
     own, rng = asked(8), Random(0)
 
@@ -194,26 +280,26 @@ def test_customers_drift_from_what_they_asked_before_not_from_unredacted_texts(s
             keep(store, number, ask=words.format(rng.choice(["refund", "cancel", "find", "status"])))
 
     customers(24, "<PHONE_NUMBER> {}")
-    p_value, _ = _drift(session, own)
+    p_value, _ = await _drift(session, own)
     assert p_value is not None
     assert p_value > 0.05, "redacted texts differ from the environment's, and are not held against them"
     seen = session.state.customers_seen
     customers(5, "<PHONE_NUMBER> {}")
-    _drift(session, own)
+    await _drift(session, own)
     assert session.state.customers_seen == seen, "too few to look at yet"
     customers(5, "<PHONE_NUMBER> {}")
-    p_value, _ = _drift(session, own)
+    p_value, _ = await _drift(session, own)
     assert p_value is not None
     assert p_value > 0.05
     customers(12, "please sing a song, {} it")
-    p_value, what = _drift(session, own)
+    p_value, what = await _drift(session, own)
     assert p_value is not None
     assert p_value < 0.01
     assert what == "customers ask for other things than they did"
     told = fired(Live(8, 8, expected=None, drift=p_value, drifted=what), session.config.watch)
     assert told["drift"].startswith("customers ask for other things than they did (p = ")
     session.served_traffic = None
-    assert _drift(session, own)[0] is not None
+    assert (await _drift(session, own))[0] is not None
 
 
 REFUSING = """

@@ -92,7 +92,7 @@ async def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str
     measured = speaking_row(state, version, suite)
     successes, requests = count_traffic(state, version.version_id, suite, rollouts)
     customers = await _customers(session, version, suite)
-    drift, drifted = _drift(session, rollouts)
+    drift, drifted = await _drift(session, rollouts)
     live = Live(
         successes=state.live["successes"],
         requests=state.live["requests"],
@@ -132,14 +132,14 @@ async def _customers(session: Session, version: ModelVersion, suite: str) -> Cus
     return found
 
 
-def _drift(session: Session, rollouts: Sequence[Rollout]) -> tuple[float | None, str]:
+async def _drift(session: Session, rollouts: Sequence[Rollout]) -> tuple[float | None, str]:
     """Whether requests are others than they were; customers' as soon as there are as many new ones as a check has requests."""
     state, config, served = session.state, session.config.watch, session.served_traffic
     if config.drift_alpha is None:
         return None, ""
     customers = None
     if served is not None:
-        before, late, last = served.requests(state.customers_seen, REFERENCE_TASKS)
+        before, late, last = await served.requests(state.customers_seen, REFERENCE_TASKS)
         if len(late) >= config.requests:
             state.customers_seen = last
             customers = (before, late) if len(before) >= config.requests else None

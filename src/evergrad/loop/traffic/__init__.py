@@ -14,6 +14,7 @@ from evergrad.loop.traffic.converting import Converted, convert
 from evergrad.loop.traffic.evidence import CustomerOutcomes, ServedTraffic
 from evergrad.loop.traffic.forgetting import Forgotten, Tainted, forget
 from evergrad.loop.traffic.redaction import Redact, find_redactor
+from evergrad.loop.traffic.sessions import DealtSession
 from evergrad.loop.traffic.store import (
     LiveTask,
     Redacted,
@@ -27,6 +28,7 @@ from evergrad.loop.traffic.store import (
 __all__ = [
     "Converted",
     "CustomerOutcomes",
+    "DealtSession",
     "Forgotten",
     "LiveTask",
     "Redact",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 TABLES = sa.MetaData()
 TENANT_KEYS = sa.Table(
@@ -26,6 +26,8 @@ TRACES = sa.Table(
     sa.Column("metadata", sa.Text, nullable=False),
     sa.Column("system_hash", sa.String, nullable=False),
     sa.Column("at", sa.String, nullable=False),
+    sa.Column("changed", sa.Integer, nullable=False, server_default="0", index=True),  # the larger, the later
+    sa.Column("session", sa.Integer),  # in canary_sessions, where the conversation began in a canary
 )
 COMPLETIONS = sa.Table(
     "completions",
@@ -49,6 +51,21 @@ FEEDBACK = sa.Table(
     sa.Column("outcome", sa.Text, nullable=False),
     sa.Column("at", sa.String, nullable=False),
 )
+CANARY_SESSIONS = sa.Table(
+    "canary_sessions",
+    TABLES,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("release_id", sa.Integer, nullable=False),
+    sa.Column("session", sa.String, nullable=False),  # a digest; once the release has ended, the number
+    sa.Column("tenant", sa.String, nullable=False),
+    sa.Column("user", sa.String),
+    sa.Column("side", sa.String, nullable=False),
+    sa.Column("share", sa.Float, nullable=False),
+    sa.Column("failed", sa.Boolean, nullable=False),
+    sa.UniqueConstraint("release_id", "session"),
+    sqlite_autoincrement=True,  # an outcome in the registry bears the number: it never comes again
+)
+"""Sessions of customers who agreed, by the side that they were dealt to."""
 TASKS = sa.Table(
     "tasks",
     TABLES,
@@ -86,3 +103,13 @@ DELETIONS = sa.Table(
     sa.Column("versions", sa.Text, nullable=False),
     sa.Column("at", sa.String, nullable=False),
 )
+
+
+def upgrade(connection: sa.Connection, stored: int) -> None:
+    """From schema 1, whose conversations knew of no canary."""
+    connection.execute(sa.text("ALTER TABLE traces ADD COLUMN changed INTEGER NOT NULL DEFAULT 0"))
+    connection.execute(sa.text("ALTER TABLE traces ADD COLUMN session INTEGER"))
+    for index in TRACES.indexes:
+        if "changed" in index.columns:
+            index.create(connection)
+    CANARY_SESSIONS.create(connection)

@@ -1,17 +1,26 @@
-"""What stored conversations say of the version that serves: how often it was right, and what it is asked of late.
+"""What stored conversations say: how often the version that serves was right, what it is asked of late, how a canary goes.
 
 A conversation is judged by its customer's last ``score``; without one, by the environment's verifier, which plays the replies
 again, once the outcome (or what the tools answered) says what would have been right. One that nobody can judge yet is left out.
+
+The store may be large, and a look at it comes with every check of live traffic: each reads what has changed since the one
+before, in a thread of its own, and has the verifier judge so many conversations at most; the next look goes on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from evergrad.envs import EnvError, EnvironmentFault, Taskset, VerifierFault, content_hash, play
+from evergrad.envs import EnvError, EnvironmentFault, Taskset, VerifierFault, play
 from evergrad.loop.traffic.converting import beginnings, conversation_key, usable_prompts
 from evergrad.loop.traffic.store import StoredTrace, TrafficStore
+from evergrad.types import SessionOutcome
+
+VERIFIED_AT_ONCE = 256
+"""Conversations that the verifier judges in one look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +41,82 @@ class CustomerOutcomes:
         return sum(score >= 1.0 for score in self.scores)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of a stored conversation, what is needed to tell what it counts for; its texts stay in the store."""
+
+    trace_id: str
+    number: int
+    changed: int
+    version_id: str
+    system_hash: str
+    session: int | None
+    score: float | None
+    request: str
+    key: str
+    """Names the whole of it."""
+    beginnings: frozenset[str]
+    """Names what it was before each of its later replies."""
+
+
 class ServedTraffic:
     """Reads a store of traffic as evidence; what the verifier said of a conversation is remembered until something is added."""
 
     def __init__(self, store: TrafficStore) -> None:
         self._store = store
-        self._verified: dict[str, float | None] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._beginnings: Counter[str] = Counter()
+        self._changed = -1
+        self._verified: dict[tuple[str, str], tuple[int, float | None]] = {}
+        """By verifier and conversation: its last change by then, and the verifier's word."""
+        self._verifications = 0
+        """In this look."""
 
     async def outcomes(self, taskset: Taskset, version_id: str) -> CustomerOutcomes:
         """Of whole conversations in which ``version_id`` answered last, under tools that the deployed contract breaks nothing
         of."""
         usable, scores, failed, by_customers, pending = usable_prompts(taskset), list[float](), list[str](), 0, 0
-        for stored in self._whole():
-            if stored.trace.version_id != version_id or stored.system_hash not in usable:
+        for each in await self._whole():
+            if each.version_id != version_id or each.system_hash not in usable:
                 continue
-            score = stored.trace.score
-            by_customers += score is not None
-            if score is None:
-                score = await self._verify(taskset, stored)
+            by_customers += each.score is not None
+            score = await self._judge(taskset, each)
             if score is None:
                 pending += 1
                 continue
             scores.append(score)
             if score < 1.0:
-                failed.append(stored.trace.trace_id)
+                failed.append(each.trace_id)
         return CustomerOutcomes(tuple(scores), by_customers, pending, tuple(failed))
 
-    def requests(self, after: int, most: int) -> tuple[list[str], list[str], int]:
+    async def of_canary(self, taskset: Taskset, release_id: int, known: Collection[str]) -> list[SessionOutcome]:
+        """Customers' sessions in a release of which something is known by now, each by its first judged conversation.
+
+        A session counts for the side that it was dealt to, whoever answered it in the end.
+
+        Args:
+            taskset: The environment as it is deployed.
+            release_id: The registry's number.
+            known: Ids of sessions that are on record.
+        """
+        by_session: dict[int, list[_Seen]] = {}
+        for each in await self._whole():
+            if each.session is not None:
+                by_session.setdefault(each.session, []).append(each)
+        usable, found = usable_prompts(taskset), list[SessionOutcome]()
+        for dealt in await asyncio.to_thread(self._store.canary.of_release, release_id):
+            session_id, score = f"customer-{dealt.number}", None
+            if session_id in known:
+                continue
+            for each in () if dealt.failed else by_session.get(dealt.number, ()):
+                if score is None and each.system_hash in usable:
+                    score = await self._judge(taskset, each)
+            if dealt.failed or score is not None:
+                bounded = None if score is None else min(1.0, max(0.0, score))
+                found.append(SessionOutcome(session_id, dealt.side, bounded, dealt.share, by_customer=True))
+        return found
+
+    async def requests(self, after: int, most: int) -> tuple[list[str], list[str], int]:
         """What customers asked first in the last conversations.
 
         Args:
@@ -68,36 +126,71 @@ class ServedTraffic:
         Returns:
             Up to ``most`` requests until then, those since, and the number of the last of these.
         """
-        traces = self._whole()
-        older = [each.trace.request for each in traces if each.number <= after]
-        newer = [each for each in traces if each.number > after]
-        return older[-most:], [each.trace.request for each in newer], max((each.number for each in newer), default=after)
+        whole = await self._whole()
+        older = [each.request for each in whole if each.number <= after]
+        newer = [each for each in whole if each.number > after]
+        return older[-most:], [each.request for each in newer], max((each.number for each in newer), default=after)
 
-    def _whole(self) -> Sequence[StoredTrace]:
+    async def _whole(self) -> list[_Seen]:
         """All conversations but those that go on in another one. What its customer judged stands for itself: two who say the
         same at first may be two people."""
-        traces = self._store.traces()
-        continued = beginnings(traces)
-        return [
-            each
-            for each in traces
-            if each.trace.score is not None or conversation_key(each, len(each.trace.messages)) not in continued
-        ]
+        self._verifications = 0
+        await asyncio.to_thread(self._catch_up)
+        seen = sorted(self._seen.values(), key=lambda each: each.number)
+        return [each for each in seen if each.score is not None or not self._beginnings[each.key]]
 
-    async def _verify(self, taskset: Taskset, stored: StoredTrace) -> float | None:
-        if not taskset.learns_from_traffic:
-            return None
-        trace = stored.trace
-        told = [[each.as_dict() for each in trace.messages], dict(trace.outcome), dict(trace.metadata)]
-        key = content_hash([taskset.fingerprint, trace.trace_id, told])
-        if key not in self._verified:
-            self._verified[key] = await _played_again(taskset, stored)
-        return self._verified[key]
+    def _catch_up(self) -> None:
+        """Reads what has changed since the last look."""
+        self._take(self._store.traces(after=self._changed))
+        if self._store.size() != len(self._seen):  # some were forgotten
+            self._seen.clear()
+            self._beginnings.clear()
+            self._take(self._store.traces())
+
+    def _take(self, traces: list[StoredTrace]) -> None:
+        for stored in traces:
+            trace = stored.trace
+            before = self._seen.get(trace.trace_id)
+            if before is not None:
+                self._beginnings.subtract(before.beginnings)
+            seen = self._seen[trace.trace_id] = _Seen(
+                trace.trace_id,
+                stored.number,
+                stored.changed,
+                trace.version_id,
+                stored.system_hash,
+                stored.session,
+                trace.score,
+                trace.request,
+                conversation_key(stored, len(trace.messages)),
+                frozenset(beginnings([stored])),
+            )
+            self._beginnings.update(seen.beginnings)
+            self._changed = max(self._changed, stored.changed)
+
+    async def _judge(self, taskset: Taskset, seen: _Seen) -> float | None:
+        if seen.score is not None or not taskset.learns_from_traffic:
+            return seen.score
+        key = (taskset.fingerprint, seen.trace_id)
+        at, said = self._verified.get(key, (-1, None))
+        if at == seen.changed:
+            return said
+        if self._verifications >= VERIFIED_AT_ONCE:
+            return None  # in the next look
+        self._verifications += 1
+        (stored,) = await asyncio.to_thread(lambda: self._store.traces(trace_id=seen.trace_id)) or (None,)
+        said = None if stored is None else await _played_again(taskset, stored)
+        self._verified[key] = (seen.changed, said)
+        return said
 
 
 async def _played_again(taskset: Taskset, stored: StoredTrace) -> float | None:
     try:
         row = taskset.from_trace(stored.trace)
-        return None if row is None else (await play(taskset, taskset.task(row), stored.trace.replies)).reward
-    except (EnvError, EnvironmentFault, VerifierFault):
+        if row is None:
+            return None
+        task = taskset.task(row)
+        async with asyncio.timeout(task.limits.rollout_timeout_s):
+            return (await play(taskset, task, stored.trace.replies)).reward
+    except (EnvError, EnvironmentFault, VerifierFault, TimeoutError):
         return None  # the environment's own trouble, with one customer's words or with all: says nothing of the version

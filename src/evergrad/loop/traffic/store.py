@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from evergrad.database import Database
 from evergrad.envs import TaskRow
 from evergrad.loop.traffic._tables import (
+    CANARY_SESSIONS,
     COMPLETIONS,
     DELETIONS,
     FEEDBACK,
@@ -30,7 +31,9 @@ from evergrad.loop.traffic._tables import (
     TENANT_KEYS,
     TRACES,
     USES,
+    upgrade,
 )
+from evergrad.loop.traffic.sessions import CanarySessions
 from evergrad.types import InputError, Message, Trace, plain
 
 DEFAULT_TENANT = "default"
@@ -55,6 +58,10 @@ class StoredTrace:
     """UTC, ISO 8601: of the last turn."""
     number: int = 0
     """In the order in which conversations began."""
+    changed: int = 0
+    """Grows with each turn and each word of feedback in the whole store, so that what is new can be told."""
+    session: int | None = None
+    """Number of the canary's session that it began in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,8 @@ class Redacted:
     metadata: Mapping[str, str] = field(default_factory=dict)
     references: tuple[str, ...] = ()
     system_hash: str = ""
+    session: int | None = None
+    """Number of the canary's session that it is a turn of."""
 
 
 def traffic_path(run: Path) -> Path:
@@ -107,7 +116,8 @@ class TrafficStore:
     """
 
     def __init__(self, location: str | Path) -> None:
-        self._database = Database(location, TABLES, room="traffic", schema_version=SCHEMA_VERSION)
+        self._database = Database(location, TABLES, room="traffic", schema_version=SCHEMA_VERSION, upgrade=upgrade)
+        self.canary = CanarySessions(self._database)
 
     def __enter__(self) -> TrafficStore:
         return self
@@ -159,8 +169,10 @@ class TrafficStore:
             "metadata": _json(dict(turn.metadata)),
             "system_hash": turn.system_hash,
             "at": _now(),
+            "session": turn.session,
         }
         with self._database.write() as connection:
+            values["changed"] = _next_change(connection)
             trace_id = continues
             changed = connection.execute(TRACES.update().where(TRACES.c.trace_id == continues).values(values)).rowcount
             if trace_id is None or not changed:  # the trace was forgotten while the conversation went on
@@ -193,22 +205,43 @@ class TrafficStore:
             return 0
         with self._database.write() as connection:
             trace_ids = connection.execute(found).scalars().all()
+            if trace_ids:
+                changed = {"changed": _next_change(connection)}
+                connection.execute(TRACES.update().where(TRACES.c.trace_id.in_(trace_ids)).values(changed))
             for trace_id in trace_ids:
                 row = {"trace_id": trace_id, "score": score, "outcome": _json(dict(outcome or {})), "at": _now()}
                 connection.execute(FEEDBACK.insert().values(row))
         return len(trace_ids)
 
-    def traces(self, tenants: Iterable[str] | None = None) -> list[StoredTrace]:
-        """All traces, or those of some tenants, in the order in which they began, with their feedback joined."""
-        query = sa.select(TRACES).order_by(TRACES.c.number)
+    def traces(
+        self, tenants: Iterable[str] | None = None, *, trace_id: str | None = None, after: int | None = None
+    ) -> list[StoredTrace]:
+        """Traces in the order in which they began, with their feedback joined.
+
+        Args:
+            tenants: Only theirs.
+            trace_id: Only this one.
+            after: Only what has changed since the change of this number.
+        """
+        chosen = sa.true()
         if tenants is not None:
-            query = query.where(TRACES.c.tenant.in_(list(tenants)))
+            chosen &= TRACES.c.tenant.in_(list(tenants))
+        if trace_id is not None:
+            chosen &= TRACES.c.trace_id == trace_id
+        if after is not None:
+            chosen &= TRACES.c.changed > after
+        theirs = sa.select(FEEDBACK).join(TRACES, TRACES.c.trace_id == FEEDBACK.c.trace_id).where(chosen)
         with self._database.read() as connection:
-            rows = connection.execute(query).all()
+            rows = connection.execute(sa.select(TRACES).where(chosen).order_by(TRACES.c.number)).all()
             told: dict[str, list[Any]] = {}
-            for each in connection.execute(sa.select(FEEDBACK).order_by(FEEDBACK.c.number)):
+            for each in connection.execute(theirs.order_by(FEEDBACK.c.number)):
                 told.setdefault(each.trace_id, []).append(each)
         return [_to_stored(row, told.get(row.trace_id, ())) for row in rows]
+
+    def size(self) -> int:
+        """How many traces there are."""
+        with self._database.read() as connection:
+            return connection.execute(sa.select(sa.func.count()).select_from(TRACES)).scalar_one()
 
     # -- tasks -----------------------------------------------------------------------------------------------------------
 
@@ -330,6 +363,10 @@ class TrafficStore:
             tasks = connection.execute(TASKS.delete().where(TASKS.c.trace_id.in_(mine))).rowcount
             for table in (FEEDBACK, REFERENCES, COMPLETIONS):
                 connection.execute(table.delete().where(table.c.trace_id.in_(mine)))
+            theirs = CANARY_SESSIONS.c.tenant == tenant
+            if user is not None:
+                theirs &= CANARY_SESSIONS.c.user == user
+            connection.execute(CANARY_SESSIONS.delete().where(theirs))
             traces = connection.execute(TRACES.delete().where(TRACES.c.trace_id.in_(mine))).rowcount
             row = {"tenant": tenant, "user": user, "traces": traces, "tasks": tasks, "versions": _json(list(versions))}
             connection.execute(DELETIONS.insert().values(**row, at=_now()))
@@ -352,7 +389,12 @@ def _to_stored(row: Any, feedback: Sequence[Any]) -> StoredTrace:
     messages = tuple(Message(**each) for each in json.loads(row.messages))
     metadata = json.loads(row.metadata)
     trace = Trace(row.trace_id, messages, metadata, outcome, scores[-1] if scores else None, row.version_id)
-    return StoredTrace(trace, row.tenant, row.user, row.system_hash, row.at, row.number)
+    return StoredTrace(trace, row.tenant, row.user, row.system_hash, row.at, row.number, row.changed, row.session)
+
+
+def _next_change(connection: sa.Connection) -> int:
+    """Within a transaction that writes, so that no two changes have one number."""
+    return (connection.execute(sa.select(sa.func.max(TRACES.c.changed))).scalar() or 0) + 1
 
 
 def _to_task(row: Any) -> LiveTask:
