@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,9 +21,9 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from evergrad.envs import Taskset
+from evergrad.envs import Taskset, content_hash
 from evergrad.evals import CanaryConfig
-from evergrad.inference import EngineUnavailable
+from evergrad.inference import EngineUnavailable, place
 from evergrad.loop._checking import check_inputs
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, Stage
@@ -30,17 +32,21 @@ from evergrad.loop.auditing import State, audit, read_certificate
 from evergrad.loop.certificate import signing_key
 from evergrad.loop.config import RunConfig
 from evergrad.loop.controller import _announcement
+from evergrad.loop.placement import WorkerDied
+from evergrad.loop.traffic import DealtSession, Redacted, ServedTraffic, TrafficStore
 from evergrad.registry import Registry, base_model
 from evergrad.rollouts import Renderer
 from evergrad.types import (
     Completion,
     EvergradError,
     FinishReason,
+    Message,
     ModelVersion,
     PolicySpan,
     Release,
     ReleaseState,
     Sampling,
+    Side,
     Verdict,
 )
 from tests.loop.conftest import LETTERS, TINY_RUN, Start, half_written, workers
@@ -66,8 +72,14 @@ class Speaker:
         self.asked += 1
         if self.asked > self._left:
             raise EngineUnavailable("the engine died")
+        await asyncio.sleep(0)
         spans = (PolicySpan(1, 0, len(self._ids)),)
         return Completion(self._ids, (-0.1,) * len(self._ids), FinishReason.STOP, spans)
+
+    async def health(self) -> dict[str, str]:
+        if self.asked > self._left:
+            raise EngineUnavailable("the engine died")
+        return {"status": "ok"}
 
 
 class Loop:
@@ -87,6 +99,10 @@ class Loop:
         self.serving: Any = SimpleNamespace(
             client=Speaker(renderer, "b"), stand_by=self._stand_by, load=self._load, end_standby=self._end
         )
+        self.serving.version = SimpleNamespace(version_id="v1")
+        self.engine, self.placement = Speaker(renderer, ""), SimpleNamespace(watch=self._watch)
+        self.served_traffic: ServedTraffic | None = None
+        self.dead: str | None = None
         self.loaded: list[str] = []
         self.standby: Any = None
         self.ended = 0
@@ -98,8 +114,13 @@ class Loop:
         self._taskset = Taskset(str(LETTERS), {})
 
     async def _stand_by(self, version: ModelVersion) -> Any:
-        self.standby = SimpleNamespace(version=version, client=self.candidate, death=None)
+        self.standby = SimpleNamespace(version=version, client=self.candidate, death=None, base_url="http://127.0.0.1:9")
         return self.standby
+
+    async def _watch(self) -> None:
+        if self.dead is None:
+            await asyncio.Event().wait()
+        raise WorkerDied(str(self.dead))
 
     async def _load(self, version: ModelVersion) -> None:
         self.loaded.append(version.version_id)
@@ -223,6 +244,90 @@ async def test_an_engine_that_fails_the_candidate_is_harm_and_no_customer_sees_i
     assert evidence["incumbent"]["mean"] == 1.0
     assert {each.score for each in outcomes} == {1.0, None}
     assert loop.serving.client.asked + 12 == len(outcomes), "every session had its answer"
+
+
+async def test_what_a_dying_engine_left_unanswered_is_no_outcome(tmp_path: Path, renderer: Renderer) -> None:
+    """The predecessor's engine is killed in a check: what came of that check is not put down, and it is made again."""
+    plan = CanaryConfig(shares=(0.5,), outcomes=12)
+    loop = Loop(tmp_path, renderer, plan, Speaker(renderer, "b"))
+    loop.serving.client, loop.dead = Speaker(renderer, "b", lasts=8), "serving died (signal 9)"
+    with pytest.raises(WorkerDied, match="signal 9"):
+        await carried_out(loop)
+    found = loop.standing()
+    assert (found.state, found.share) == (ReleaseState.CANARY, 0.5)
+    seen = loop.registry.releases.outcomes(found)
+    assert len(seen) % 10 == 0
+    assert all(each.score == 1.0 for each in seen)
+    loop.registry.close()
+    again = Loop(tmp_path, renderer, plan, Speaker(renderer, "b"))
+    session: Any = again
+    await release(session)
+    assert again.checks[0] == f"canary-001-{len(seen) // 10:03d}"
+    assert again.standing().state is ReleaseState.PROMOTED
+
+
+async def test_customers_are_heard_beside_the_loops_own_sessions(tmp_path: Path, renderer: Renderer) -> None:
+    """The loop's own tasks find nothing wrong; customers do, once the candidate is asked; in the shadow nobody meets it."""
+    loop = Loop(tmp_path, renderer, CanaryConfig(shadow=20, shares=(0.2, 0.5), outcomes=40), Speaker(renderer, "b"))
+    releases, offered = loop.registry.releases, list[tuple[ReleaseState, str]]()
+    with TrafficStore(tmp_path / "traffic.sqlite") as store:
+        loop.served_traffic = ServedTraffic(store)
+
+        def customers_come() -> None:
+            found = loop.standing()
+            offered.append((found.state, releases.offered(found)))
+            if found.state is not ReleaseState.CANARY:
+                return
+            for index in range(10):
+                session = f"{len(loop.checks)}-{index}"
+                side = Side.CANDIDATE if place(found.salt, session) < found.share else Side.INCUMBENT
+                number = store.canary.put_down(DealtSession(1, session, "default", None, side, found.share))
+                system = loop.taskset({}).environment_class.system_prompt("v1")
+                said = (Message("system", system), Message("user", session), Message("assistant", "b"))
+                store.keep(Redacted(session, "default", None, "v", said, system_hash=content_hash(system), session=number))
+                store.add_feedback("default", completion_id=session, score=float(side is Side.INCUMBENT))
+
+        loop.after_check = customers_come
+        found = await carried_out(loop)
+        assert found.state is ReleaseState.ROLLED_BACK
+        last = releases.events(1)[-1]
+        assert "customers: candidate mean 0.000 of " in last.reason
+        assert last.evidence["candidate"]["mean"] == 1.0
+        assert last.evidence["customers"]["incumbent"]["mean"] == 1.0
+        outcomes = releases.outcomes(found)
+        heard = [each for each in outcomes if each.by_customer]
+        assert len(heard) == len({each.session_id for each in heard}) > 10
+        assert {url for state, url in offered if state is ReleaseState.SHADOW} == {""}
+        assert {url for state, url in offered if state is ReleaseState.CANARY} == {"http://127.0.0.1:9"}
+        assert releases.offered(found) == ""
+        played = [each for each in loop.checks if each.startswith("canary")]
+        assert played == [f"canary-001-{number:03d}" for number in range(len(played))], "customers are no check of the loop's"
+
+
+async def test_the_candidates_engine_ends_when_customers_have_left_it(tmp_path: Path, renderer: Renderer) -> None:
+    loop = Loop(tmp_path, renderer, CanaryConfig(shares=(0.5,), outcomes=200), Speaker(renderer, "z"))
+    releases = loop.registry.releases
+
+    def gateway_comes() -> None:
+        releases.enter(loop.standing(), os.getpid())
+        releases.enter(loop.standing(), 2**22 + 1)  # no process has this id: a gateway that was killed
+
+    roll_back, ended = releases.roll_back, asyncio.Event()
+
+    def and_tell(*arguments: Any, **more: Any) -> Release:
+        found = roll_back(*arguments, **more)
+        ended.set()
+        return found
+
+    releases.roll_back = and_tell  # type: ignore[method-assign]
+    loop.after_check = gateway_comes
+    carrying = asyncio.create_task(carried_out(loop))
+    await ended.wait()
+    await asyncio.sleep(0.3)
+    assert loop.ended == 0, "a request may be under way"
+    releases.leave(loop.standing(), os.getpid())
+    assert (await carrying).state is ReleaseState.ROLLED_BACK
+    assert loop.ended == 1
 
 
 async def test_what_else_ends_a_release(tmp_path: Path, renderer: Renderer) -> None:

@@ -21,7 +21,18 @@ from evergrad.loop._watching import _customers, _drift
 from evergrad.loop.config import RunConfig
 from evergrad.loop.traffic import CustomerOutcomes, DealtSession, Redacted, ServedTraffic, TrafficStore
 from evergrad.loop.triggers import Live, WatchConfig, fired
-from evergrad.types import Completion, FinishReason, Message, ModelVersion, Outcome, PolicySpan, Rollout, SessionOutcome, Side, Turn
+from evergrad.types import (
+    Completion,
+    FinishReason,
+    Message,
+    ModelVersion,
+    Outcome,
+    PolicySpan,
+    Rollout,
+    SessionOutcome,
+    Side,
+    Turn,
+)
 from tests.loop.conftest import Start
 from tests.loop.test_traffic_to_tasks import CONFIG, QUEUES, REDACTOR, Customers, address, ran
 
@@ -99,12 +110,14 @@ async def test_what_is_read_bit_by_bit_says_what_all_of_it_says(store: TrafficSt
         name, system = str(number), rng.choice([V1, V1, V2])
         goes_on = rng.choice([*texts, None]) if texts else None
         said = texts[goes_on] if goes_on else (Message("system", system),)
-        said = (*said, Message("user", f"The lamp of order {rng.randint(1, 9)}: cancel"), Message("assistant", rng.choice("ab")))
+        said = (
+            *said,
+            Message("user", f"The lamp of order {rng.randint(1, 9)}: cancel"),
+            Message("assistant", rng.choice("ab")),
+        )
         in_place = goes_on if rng.random() < 0.5 else None  # else a gateway that was started anew, and knows none of them
         version = rng.choice(["v", "w"])
-        stored = store.keep(
-            Redacted(name, "default", None, version, said, system_hash=content_hash(said[0].content)), in_place
-        )
+        stored = store.keep(Redacted(name, "default", None, version, said, system_hash=content_hash(said[0].content)), in_place)
         texts[stored] = said
         told = {"score": float(rng.random() < 0.5)} if rng.random() < 0.3 else {"outcome": {"queue": rng.choice("ab")}}
         if rng.random() < 0.6:
@@ -156,7 +169,9 @@ async def test_sessions_of_a_canary_count_once_for_the_side_that_they_were_dealt
         SessionOutcome("customer-5", Side.CANDIDATE, None, 0.25, by_customer=True),
     ]
     assert [each.session for each in store.canary.of_release(1)] == ["s1", "s2", "s3", "silent", "lost"]
-    store.canary.end(1)
+    store.canary.end_but(1)
+    assert [each.session for each in store.canary.of_release(2)] == ["6"]
+    store.canary.end_but(None)
     assert [each.session for each in store.canary.of_release(1)] == ["1", "2", "3", "4", "5"], "nobody can be told from it"
     store.delete("default", None, [])
     assert store.canary.of_release(1) == store.canary.of_release(2) == []

@@ -9,7 +9,7 @@ stand before the two versions of a release. The engine itself, for use in one's 
 from evergrad.inference._replica import ReplicaClient
 from evergrad.inference.client import Completes, EngineClient, InferenceClient, Piece
 from evergrad.inference.config import EngineConfig, EngineError, EngineUnavailable
-from evergrad.inference.front import Front, Shadow, Split
+from evergrad.inference.front import Front, Shadow, Split, place
 from evergrad.inference.router import Router
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "Router",
     "Shadow",
     "Split",
+    "place",
 ]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from evergrad.evals import GIVEN_UP, Costs, Latencies, evaluate, gate, give_up_on
+from evergrad.evals import GIVEN_UP, Costs, EvalError, Latencies, evaluate, gate, give_up_on
 from evergrad.inference import InferenceClient
 from evergrad.loop._announcing import (
     anchor_reports,
@@ -27,6 +27,7 @@ from evergrad.loop._announcing import (
 from evergrad.loop._certifying import certify
 from evergrad.loop._folder import Stage, write_json
 from evergrad.loop._gold_audit import audits_task, convict_by_verdict
+from evergrad.loop._playing import require_alive
 from evergrad.loop._releasing import begin_release
 from evergrad.loop._scores import keep_row, score_row, task_costs, task_seconds
 from evergrad.loop._serving import PRODUCTION
@@ -174,6 +175,9 @@ async def report_for(
     """The report of ``version`` on one suite: from the record, or measured now on the engine that holds the version.
 
     With a ``rival``, the measurement is given up once the version is shown to score less; such a report serves no other end.
+
+    Raises:
+        WorkerDied: an engine ended meanwhile; no report is kept then, so that the version is measured again, and not refused.
     """
     stored = stored_report(session, version.version_id, settings, draw)
     if stored is not None and (rival is not None or GIVEN_UP not in stored.outcomes):
@@ -202,9 +206,15 @@ async def report_for(
     usd, started = session.spent_usd(), time.monotonic()
     with session.clock.phase("eval"), session.console.stage(f"evaluate {version.version_id} on {suite}", len(tasks)):
         give_up = give_up_on(rival.scores, session.config.gate.alpha) if rival is not None else None
-        report = await evaluate(
-            version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency, give_up=give_up
-        )
+        try:
+            report = await evaluate(
+                version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency, give_up=give_up
+            )
+        except EvalError:
+            await require_alive(session)  # not one task gave a score
+            raise
+        if report.missing:
+            await require_alive(session)
     spent = None if usd is None else (session.spent_usd() or 0.0) - usd
     session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
     _record_score(session, score_row(report, rollouts, spent, time.monotonic() - started))

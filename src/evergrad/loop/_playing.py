@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from evergrad.inference import Completes
 from evergrad.loop._session import Session
 from evergrad.rollouts import derive_seed, greedy_rollout
-from evergrad.types import Rollout, Task
+from evergrad.types import EvergradError, Outcome, Rollout, Task
+
+DEATH_TAKES_S = 2.0
+"""At most, from the first request that a dying engine refuses to the end of its process."""
 
 
 async def play(
@@ -26,6 +30,9 @@ async def play(
 
     Args:
         system_prompt: Of the version that answers a session, by the session's id.
+
+    Raises:
+        WorkerDied: an engine ended meanwhile; nothing is kept then.
     """
     taskset, tasks = session.taskset(settings), drawn_tasks(session, settings, count, name=name, source=source)
     with session.console.stage(f"{source} tries on {session.suite(settings)}", len(tasks)):
@@ -45,8 +52,26 @@ async def play(
             return rollout
 
         rollouts = list(await asyncio.gather(*(one(index) for index in range(len(tasks)))))
+    if any(rollout.outcome is Outcome.ENVIRONMENT_FAULT for rollout in rollouts):
+        await require_alive(session)
     session.record_rollouts(name, rollouts)
     return rollouts
+
+
+async def require_alive(session: Session) -> None:
+    """For when requests have failed, and before anything follows from that: an engine that is killed refuses them a moment
+    before its process is gone. What it left unanswered is no finding, and is asked again when it is back.
+
+    Raises:
+        WorkerDied: it was an engine without which the run cannot go on.
+    """
+    engines = [session.engine, *([session.serving.client] if session.serving.version is not None else [])]
+    for engine in engines:
+        with suppress(EvergradError):
+            if (await engine.health())["status"] != "failing":
+                continue
+        with suppress(TimeoutError):
+            await asyncio.wait_for(session.placement.watch(), DEATH_TAKES_S)
 
 
 def drawn_tasks(session: Session, settings: Mapping[str, Any], count: int, *, name: str, source: str) -> tuple[Task, ...]:

@@ -6,7 +6,9 @@ One release, begun by MEASURE with the verdict::
               │ each check: live sessions ─▶ outcomes on record ─▶ the canary's word: hold, widen or roll back
               └─ harm ─▶ the predecessor, which was loaded all along, answers everyone again
 
-Consumes live sessions; waits for ``watch.requests`` of them per check; its end unblocks WATCH.
+Consumes live sessions; waits for ``watch.requests`` of them per check; its end unblocks WATCH. Where a gateway serves customers
+(``evergrad serve --record``), their sessions are dealt as these are: the gateway finds the candidate's engine in the registry,
+what became of customers is read with each check, and the engine is ended only when the gateway has left it.
 
 Where the release stands and every outcome that it is judged by are in the registry before anything follows from them: a run
 that was killed goes on at the same share, with the same word and the same check. Whoever moves the alias by hand meanwhile
@@ -15,9 +17,13 @@ ends the release.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from evergrad.config import parse_config
 from evergrad.evals import CanaryConfig, CanaryStep, rule_on_canary
@@ -43,6 +49,8 @@ from evergrad.types import (
 
 ACTOR = "canary"
 """Who moves a release, in the audit."""
+LEFT_WITHIN_S = 30.0
+"""How long the engine of a release that is over waits for customers who are under way; then the predecessor answers them."""
 
 
 def begin_release(session: Session, config: CanaryConfig, verdict: Verdict) -> Release:
@@ -82,13 +90,27 @@ async def _carry_out(session: Session, found: Release) -> Release:
     plan = parse_config(CanaryConfig, found.plan, where=f"the plan of release {found.release_id}")
     stages = _Stages(session, plan, standby, found)
     try:
+        session.registry.releases.offer(found, standby.base_url)
         while found.state.is_open:
             session.safe_point()
             found = await stages.check(found)
     finally:
         await stages.shadow.close()
+        session.registry.releases.offer(found, "")
+        await _customers_left(session, found)
         await session.serving.end_standby()
     return found
+
+
+async def _customers_left(session: Session, found: Release) -> None:
+    """Waits until no gateway has a request under way at the candidate's engine; at once where no gateway has asked it."""
+    deadline = time.monotonic() + LEFT_WITHIN_S
+    # One that was killed has nothing under way, and cannot say so.
+    while any(map(psutil.pid_exists, session.registry.releases.gateways(found))):
+        if time.monotonic() > deadline:
+            session.console.note(f"  customers are under way at {found.candidate_id} for more than {LEFT_WITHIN_S:g} s")
+            return
+        await asyncio.sleep(0.1)
 
 
 @dataclass
@@ -120,6 +142,8 @@ class _Stages:
         found = releases.get(found.release_id)
         if not found.state.is_open:
             return found  # by hand
+        if found.state is ReleaseState.CANARY:
+            await self._hear_customers(found)
         try:
             moved = await (self._judge_shadow(found) if found.state is ReleaseState.SHADOW else self._judge_canary(found))
             if moved is not None:
@@ -173,7 +197,8 @@ class _Stages:
     async def _play_canary(self, found: Release) -> None:
         releases = self.session.registry.releases
         # Every session of a check is put down with it, so the number of outcomes says which check comes next.
-        number = len(releases.outcomes(found)) // self.session.config.watch.requests
+        played = sum(not each.by_customer for each in releases.outcomes(found))
+        number = played // self.session.config.watch.requests
         with self.session.clock.phase("serve"):
             rollouts = await self._play(
                 f"canary-{self.session.state.cycle:03d}-{number:03d}",
@@ -181,6 +206,16 @@ class _Stages:
                 lambda session_id: self.prompts[self.front.side(session_id)],
             )
         releases.observe(found, [self._outcome(each, found.share) for each in rollouts])
+
+    async def _hear_customers(self, found: Release) -> None:
+        """Puts down what has become of customers' sessions since the last check."""
+        session, releases = self.session, self.session.registry.releases
+        if session.served_traffic is None:
+            return
+        known = {each.session_id for each in releases.outcomes(found) if each.by_customer}
+        with session.clock.phase("serve"):
+            taskset = session.taskset(session.state.deployed)
+            releases.observe(found, await session.served_traffic.of_canary(taskset, found.release_id, known))
 
     async def _judge_canary(self, found: Release) -> Release | None:
         ruling = rule_on_canary(self.plan, self.session.registry.releases.outcomes(found), found.share)

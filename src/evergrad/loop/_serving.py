@@ -5,8 +5,6 @@ Consumes the alias; waits for a promotion to load; every load ends in a proof, o
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from evergrad.registry import Registry
 from evergrad.types import EvergradError, ModelVersion
 
 PRODUCTION = "production"
-DEATH_TAKES_S = 2.0
-"""At most, from the first request that a dying engine refuses to the end of its process."""
 
 
 @dataclass
@@ -31,6 +27,11 @@ class Standby:
     death: str | None = None
     """Why its engine ended by itself; what it was to answer, the predecessor answers."""
 
+    @property
+    def base_url(self) -> str:
+        """Where its engine answers."""
+        return self.worker.base_url
+
 
 class Serving:
     """One engine that serves what ``production`` points at, by alias and by version id."""
@@ -38,7 +39,6 @@ class Serving:
     def __init__(self, placement: LocalPlacement, config: EngineConfig, registry: Registry, root: Path) -> None:
         self._placement, self._config, self._registry, self._root = placement, config, registry, root
         self._client: EngineClient | None = None
-        self._worker: Worker | None = None
         self.version: ModelVersion | None = None
         self.standby: Standby | None = None
 
@@ -61,8 +61,8 @@ class Serving:
         if self.version is not None and self.version.version_id == version.version_id:
             return self.version
         if self._client is None:
-            self._worker = await self._placement.start("serving", "evergrad.inference", self._config)
-            self._client = EngineClient(self._worker.base_url, self._worker.token)
+            worker = await self._placement.start("serving", "evergrad.inference", self._config)
+            self._client = EngineClient(worker.base_url, worker.token)
         await self._load(version)
         try:
             await require_probe(version.metadata.get("probe"), self._client, f"serving {version.version_id}")
@@ -72,19 +72,6 @@ class Serving:
             raise
         self.version = version
         return version
-
-    async def require_alive(self) -> None:
-        """For when requests have failed: an engine that is killed refuses them a moment before its process is gone.
-
-        Raises:
-            WorkerDied: it was the engine.
-        """
-        assert self._worker is not None, "nothing is promoted yet"
-        try:
-            await self.client.health()
-        except EvergradError:
-            with suppress(TimeoutError):
-                raise await asyncio.wait_for(self._worker.died(), DEATH_TAKES_S) from None
 
     async def stand_by(self, version: ModelVersion) -> Standby:
         """Holds ``version`` in a second engine, which proves that it does; the serving engine is not touched.

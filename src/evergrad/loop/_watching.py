@@ -19,7 +19,7 @@ from evergrad.loop.pausing import Paused, request_pause
 from evergrad.loop.quarantine import breaking_changes
 from evergrad.loop.traffic import CustomerOutcomes
 from evergrad.loop.triggers import Live, drift_of, fired
-from evergrad.types import ModelVersion, Outcome, Rollout
+from evergrad.types import ModelVersion, Rollout
 
 REFERENCE_TASKS = 96
 """Of the environment's own requests, with which those of customers are compared."""
@@ -70,7 +70,7 @@ async def serve_traffic(session: Session, settings: Mapping[str, Any], requests:
     name, version = f"live-{session.state.cycle:03d}-{check:03d}", session.serving.version
     assert version is not None
     with session.clock.phase("serve"):
-        rollouts = await play(
+        return await play(
             session,
             settings,
             requests,
@@ -79,9 +79,6 @@ async def serve_traffic(session: Session, settings: Mapping[str, Any], requests:
             source="live",
             system_prompt=lambda session_id: version.system_prompt,
         )
-        if any(rollout.outcome is Outcome.ENVIRONMENT_FAULT for rollout in rollouts):
-            await session.serving.require_alive()
-    return rollouts
 
 
 async def _judge(session: Session, rollouts: Sequence[Rollout]) -> dict[str, str]:

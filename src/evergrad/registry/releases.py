@@ -218,7 +218,6 @@ class Releases:
             _add_event(connection, release.release_id, ReleaseState.ROLLED_BACK, 0.0, actor, reason, evidence)
             return _require(connection, release.release_id)
 
-
     # -- who meets the candidate -----------------------------------------------------------------------------------------
 
     def offer(self, release: Release, url: str) -> None:

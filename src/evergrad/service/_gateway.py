@@ -8,6 +8,9 @@
 
     client ──▶ POST /v1/feedback ──▶ redact ──▶ join by completion id or by metadata ──▶ traffic.sqlite
 
+While a release is under way, the candidate's share of the sessions is asked of its engine (``_canary.py``), and what is
+kept says which version answered.
+
 Nothing waits for the store: a customer has the answer before it is redacted, and where storing fails the answer stands. A
 conversation is known again by its texts, as every request repeats all that was said; the digests by which that is told live in
 this process alone.
@@ -23,8 +26,8 @@ import secrets
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import httpx
@@ -36,7 +39,18 @@ from starlette.requests import ClientDisconnect
 
 from evergrad.config import Config, ConfigError, parse_config
 from evergrad.envs import content_hash
-from evergrad.loop.traffic import Redact, Redacted, TrafficStore, digest
+from evergrad.loop.traffic import DealtSession, Redact, Redacted, TrafficStore, digest
+from evergrad.service._canary import Canary, Dealt
+from evergrad.service._chats import (
+    ChatRequest,
+    GatewayError,
+    agreed_request,
+    customer_of,
+    parsed_body,
+    redacted_json,
+    references_of,
+    whole_answer,
+)
 from evergrad.types import Message
 
 _CHAT = "/v1/chat/completions"
@@ -70,28 +84,6 @@ class FeedbackBody(Config):
         return self
 
 
-class GatewayError(Exception):
-    """An answer that is an error, in the shape that OpenAI's clients read."""
-
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A chat request of somebody who agreed that it is kept."""
-
-    tenant: str
-    user: str | None
-    session: str
-    messages: tuple[Message, ...]
-    metadata: Mapping[str, str]
-    version_id: str
-
-
 class Gateway:
     """
     Args:
@@ -99,10 +91,13 @@ class Gateway:
         store: What is kept goes there.
         redact: Applied to every text before it is kept.
         serves: Id of the version that answers now.
+        canary: The release that customers may be a part of; none when absent.
     """
 
-    def __init__(self, engine_url: str, store: TrafficStore, redact: Redact, serves: Callable[[], str]) -> None:
-        self._store, self._redact, self._serves = store, redact, serves
+    def __init__(
+        self, engine_url: str, store: TrafficStore, redact: Redact, serves: Callable[[], str], canary: Canary | None = None
+    ) -> None:
+        self._store, self._redact, self._serves, self._canary = store, redact, serves, canary or Canary("")
         self._http = httpx.AsyncClient(base_url=engine_url, timeout=None, limits=httpx.Limits(max_connections=None))
         self._open: OrderedDict[bytes, list[str]] = OrderedDict()
         """By the digest of a conversation so far, the traces that may go on from there."""
@@ -138,17 +133,52 @@ class Gateway:
                 server.should_exit = True
                 await asyncio.gather(serving, return_exceptions=True)
                 await asyncio.gather(*self._keeping, return_exceptions=True)
-                await self._http.aclose()
+                await asyncio.gather(self._http.aclose(), self._canary.http.aclose())
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, request: Request) -> Response:
         await self._tenant(request)
-        return await self._forward(request, await _content(request))
+        return self._passed(await self._ours(request, await _content(request)))
 
     async def _chat(self, request: Request) -> Response:
         tenant, content = await self._tenant(request), await _content(request)
-        return await self._forward(request, content, _agreed(content, tenant, self._serves()))
+        body = parsed_body(content)
+        dealt, candidate_id = self._deal(tenant, body), self._canary.candidate_id
+        asked = replace(agreed, dealt=dealt) if (agreed := agreed_request(body, tenant, self._serves())) else None
+        answer = await self._candidates(request, body) if self._canary.asks(dealt) else None
+        if answer is not None and answer.status_code == 200:
+            return self._passed(answer, replace(asked, version_id=candidate_id) if asked else None)
+        if answer is not None:
+            await answer.aclose()
+        ours = await self._ours(request, content)
+        if dealt is not None and answer is not None and ours.status_code == 200:
+            asked = replace(asked, dealt=self._canary.fail(dealt)) if asked else None
+        elif asked is not None and ours.status_code >= 500:
+            self._later(self._put_down_failure(asked))
+        return self._passed(ours, asked)
+
+    def _deal(self, tenant: str, body: Mapping[str, Any]) -> Dealt | None:
+        """The side of a canary that a chat's session is on. What the engine will refuse has none."""
+        if not self._canary.deals(body.get("model")):
+            return None
+        try:
+            user, name, messages = customer_of(tenant, body), str(body.get("session_id") or ""), body["messages"]
+            until = next((index for index, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+            # A client that names no session has one for each conversation, which every request of it begins with.
+            known_by = ("session", name) if name else ("conversation", json.dumps(messages[:until], sort_keys=True))
+            return self._canary.deal(digest(tenant, user or "", *known_by), goes_on=until < len(messages))
+        except (LookupError, TypeError, AttributeError):
+            return None
+
+    async def _candidates(self, request: Request, body: Mapping[str, Any]) -> httpx.Response | None:
+        """The answer of the candidate's engine, ``None`` where it is not there. It is asked for by its id: what else may listen
+        there by now refuses that."""
+        try:
+            content = json.dumps({**body, "model": self._canary.candidate_id}).encode()
+        except RecursionError:
+            return None  # nested so deep that it can just be read
+        return await self._canary.ask(lambda url: self._send(self._canary.http, request, f"{url}{_CHAT}", content))
 
     async def _tenant(self, request: Request) -> str:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -157,29 +187,42 @@ class Gateway:
             raise GatewayError(401, "the API key is nobody's: 'evergrad traffic key TENANT' makes one", "unauthorized")
         return tenant
 
-    async def _forward(self, request: Request, content: bytes, agreed: _Request | None = None) -> Response:
-        """The engine's answer as it comes; the engine gives up when the client goes away."""
+    async def _ours(self, request: Request, content: bytes) -> httpx.Response:
+        """The answer of our engine, whatever it is."""
+        try:
+            return await self._send(self._http, request, request.url.path, content)
+        except httpx.HTTPError as error:
+            raise GatewayError(
+                503, f"the engine does not answer: {str(error) or type(error).__name__}", "engine_dead"
+            ) from error
+
+    async def _send(self, http: httpx.AsyncClient, request: Request, url: str, content: bytes) -> httpx.Response:
+        """An engine's answer, of which the body is still to come; the engine gives up when the client goes away.
+
+        Raises:
+            httpx.HTTPError: the engine does not answer.
+            GatewayError: the client is gone.
+        """
         headers = {name: value for name, value in request.headers.items() if name not in _HOP}
-        asked = self._http.build_request(request.method, request.url.path, content=content, headers=headers)
-        work = asyncio.create_task(self._http.send(asked, stream=True))
+        asked = http.build_request(request.method, url, content=content, headers=headers)
+        work = asyncio.create_task(http.send(asked, stream=True))
         gone = asyncio.create_task(_disconnected(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise GatewayError(499, "the client closed the connection", "client_closed")
-            answer = await work
-        except httpx.HTTPError as error:
-            raise GatewayError(
-                503, f"the engine does not answer: {str(error) or type(error).__name__}", "engine_dead"
-            ) from error
+            return await work
         finally:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+
+    def _passed(self, answer: httpx.Response, agreed: ChatRequest | None = None) -> Response:
+        """An engine's answer as it comes."""
         passed = {name: value for name, value in answer.headers.items() if name not in _HOP}
         return StreamingResponse(self._body(answer, agreed), status_code=answer.status_code, headers=passed)
 
-    async def _body(self, answer: httpx.Response, agreed: _Request | None) -> AsyncIterator[bytes]:
+    async def _body(self, answer: httpx.Response, agreed: ChatRequest | None) -> AsyncIterator[bytes]:
         told = bytearray()
         try:
             async for chunk in answer.aiter_raw():
@@ -192,16 +235,21 @@ class Gateway:
             if len(self._keeping) >= _MOST_WAITING:
                 _warn(f"{_MOST_WAITING} conversations wait to be redacted; this one is not kept")
                 return
-            keeping = asyncio.create_task(self._keep(agreed, bytes(told), answer.headers.get("content-type", "")))
-            self._keeping.add(keeping)
-            keeping.add_done_callback(self._keeping.discard)
+            self._later(self._keep(agreed, bytes(told), answer.headers.get("content-type", "")))
+
+    def _later(self, keeping: Coroutine[Any, Any, None]) -> None:
+        """Keeps something while the customer has the answer already."""
+        task = asyncio.create_task(keeping)
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
 
     # -- what is kept ----------------------------------------------------------------------------------------------------
 
-    async def _keep(self, asked: _Request, told: bytes, content_type: str) -> None:
+    async def _keep(self, asked: ChatRequest, told: bytes, content_type: str) -> None:
         try:
-            said = _said(told, content_type)
+            said = whole_answer(told, content_type)
             if said is None:
+                await self._put_down_failure(asked)
                 return  # cut off by an error in the stream: no conversation goes on from it
             completion_id, text = said
             whole = replace(asked, messages=(*asked.messages, Message("assistant", text)))
@@ -213,7 +261,16 @@ class Gateway:
             # The customer has his answer; what cannot be redacted or stored is not kept. Its text is in no message of ours.
             _warn(f"a conversation is not kept: {type(error).__name__}")
 
-    def _store_turn(self, asked: _Request, completion_id: str, continues: str | None) -> str:
+    async def _put_down_failure(self, asked: ChatRequest) -> None:
+        """A session of a canary that its side could not answer."""
+        if asked.dealt is not None and asked.dealt.tossed:
+            await asyncio.to_thread(self._put_down, asked, replace(asked.dealt, failed=True))
+
+    def _put_down(self, asked: ChatRequest, dealt: Dealt) -> int:
+        session = DealtSession(dealt.release_id, dealt.session, asked.tenant, asked.user, dealt.side, dealt.share, dealt.failed)
+        return self._store.canary.put_down(session)
+
+    def _store_turn(self, asked: ChatRequest, completion_id: str, continues: str | None) -> str:
         system = next((each.content for each in asked.messages if each.role == "system"), "")
         turn = Redacted(
             completion_id=completion_id,
@@ -222,12 +279,13 @@ class Gateway:
             version_id=asked.version_id,
             messages=tuple(replace(each, content=self._redact(each.content)) for each in asked.messages),
             metadata={key: self._redact(value) for key, value in asked.metadata.items()},
-            references=tuple(_references(asked.tenant, asked.metadata)),
+            references=tuple(references_of(asked.tenant, asked.metadata)),
             system_hash=content_hash(system),
+            session=self._put_down(asked, asked.dealt) if asked.dealt is not None and asked.dealt.tossed else None,
         )
         return self._store.keep(turn, continues)
 
-    def _continued(self, asked: _Request) -> str | None:
+    def _continued(self, asked: ChatRequest) -> str | None:
         """The trace that this request goes on: the one of its longest beginning that ended in a reply."""
         for length in range(len(asked.messages) - 1, 0, -1):
             if asked.messages[length - 1].role == "assistant":
@@ -240,12 +298,12 @@ class Gateway:
                     return trace_id
         return None
 
-    def _remember(self, asked: _Request, trace_id: str) -> None:
+    def _remember(self, asked: ChatRequest, trace_id: str) -> None:
         self._open.setdefault(self._digest(asked), []).append(trace_id)
         while len(self._open) > _REMEMBERED:
             self._open.popitem(last=False)
 
-    def _digest(self, asked: _Request) -> bytes:
+    def _digest(self, asked: ChatRequest) -> bytes:
         messages = [each.as_dict() for each in asked.messages]
         content = json.dumps([asked.tenant, asked.user, asked.session, dict(asked.metadata), messages], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16, key=self._salt).digest()
@@ -263,9 +321,9 @@ class Gateway:
             return self._store.add_feedback(
                 tenant,
                 completion_id=body.completion_id,
-                references=list(_references(tenant, body.metadata)),
+                references=list(references_of(tenant, body.metadata)),
                 score=body.score,
-                outcome=_redacted(body.outcome, self._redact),
+                outcome=redacted_json(body.outcome, self._redact),
             )
 
         await asyncio.gather(*self._keeping, return_exceptions=True)  # feedback may follow its answer at once
@@ -291,75 +349,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _agreed(content: bytes, tenant: str, version_id: str) -> _Request | None:
-    """The request, if it says ``"store": true``; what the engine will refuse is not kept either.
-
-    Raises:
-        GatewayError: it asks for several answers, of which nobody could tell which one the conversation went on from.
-    """
-    try:
-        body = json.loads(content)
-        if not isinstance(body, dict) or body.get("store") is not True:
-            return None
-        messages = tuple(Message(each["role"], _text(each)) for each in body["messages"])
-        metadata = {str(key): str(value) for key, value in (body.get("metadata") or {}).items()}
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return None
-    if body.get("n") not in (None, 1):
-        raise GatewayError(400, "store = true goes with n = 1: of several answers, which one counts?", "invalid_request", "n")
-    user = body.get("user")
-    who = digest(tenant, user) if isinstance(user, str) and user else None
-    return _Request(tenant, who, str(body.get("session_id") or ""), messages, metadata, version_id)
-
-
 def _warn(what: str) -> None:
     print(f"warning: {what}", file=sys.stderr, flush=True)
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """What a message says; calls of tools, where the model has them apart from its text, are lines of it."""
-    content = message.get("content")
-    said = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
-    calls = [each["function"] for each in message.get("tool_calls") or ()]
-    return "\n".join([*([said] if said or not calls else []), *(f"{call['name']}({call['arguments']})" for call in calls)])
-
-
-def _said(told: bytes, content_type: str) -> tuple[str, str] | None:
-    """Id and text of a whole chat completion, or of one in pieces; ``None`` for one that did not end well."""
-    if not content_type.startswith("text/event-stream"):
-        answer = json.loads(told)
-        return answer["id"], _text(answer["choices"][0]["message"])
-    pieces, calls, completion_id, ended = list[str](), dict[int, dict[str, str]](), "", False
-    for line in told.decode().splitlines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        chunk = json.loads(line.removeprefix("data: "))
-        if "error" in chunk:
-            return None
-        completion_id = chunk["id"]
-        for choice in chunk["choices"]:
-            pieces.append(choice["delta"].get("content") or "")
-            for each in choice["delta"].get("tool_calls") or ():
-                call = calls.setdefault(each["index"], {"name": "", "arguments": ""})
-                for key in call:
-                    call[key] += each["function"].get(key) or ""
-            ended = ended or choice["finish_reason"] is not None
-    whole = {"content": "".join(pieces), "tool_calls": [{"function": calls[index]} for index in sorted(calls)]}
-    return (completion_id, _text(whole)) if ended else None
-
-
-def _references(tenant: str, metadata: Mapping[str, str]) -> Iterator[str]:
-    for key, value in metadata.items():
-        yield digest(tenant, "metadata", key, value)
-
-
-def _redacted(value: Any, redact: Redact) -> Any:
-    """JSON data with every text in it redacted; keys are the client's words, and stay."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Mapping):
-        return {key: _redacted(each, redact) for key, each in value.items()}
-    return [_redacted(each, redact) for each in value] if isinstance(value, list) else value
 
 
 async def _content(request: Request) -> bytes:

@@ -17,6 +17,8 @@ from typing import Any
 
 from evergrad.envs import Taskset
 from evergrad.loop.traffic import Redact, TrafficStore, find_redactor, traffic_path
+from evergrad.registry import Registry
+from evergrad.service._canary import Canary
 from evergrad.service._edge import DONE, explain
 from evergrad.service._engines import RunningEngine, engine_on
 from evergrad.service._gateway import Gateway
@@ -25,7 +27,7 @@ from evergrad.service._runs import run_config
 from evergrad.types import EvergradError, Message, ModelVersion
 
 POLL_S = 1.0
-"""How often the alias is looked up; a promotion or rollback shows at the endpoint about this much later."""
+"""How often alias and release are looked up; a promotion or rollback shows at the endpoint about this much later."""
 
 _HINTS = """
   curl {url}/chat/completions -H 'Content-Type: application/json' -d {body}
@@ -72,20 +74,24 @@ async def _serve(run: Path, alias: str, version: ModelVersion, port: int, redact
 
     behind = 0 if redact is not None else port
     with contextlib.ExitStack() as stack:
+        registry = stack.enter_context(open_registry(run))
         async with engine_on(run, version, _names(alias, version), port=behind) as engine:
+            follower = _Follower(run, alias, served, engine, registry)
             tasks = {
                 asyncio.create_task(engine.placement.watch(), name="watch the engine"),
-                asyncio.create_task(_follow(run, alias, served, engine), name="follow the alias"),
                 asyncio.create_task(ended.wait(), name="wait for SIGTERM"),
             }
             if redact is None:
                 tell(engine.base_url)
             else:
                 store = stack.enter_context(TrafficStore(traffic_path(run)))
-                gateway = Gateway(engine.base_url, store, redact, lambda: served.version.version_id)
+                follower.canary, follower.store = Canary(alias), store
+                await follower.follow_release()  # before the first request: a session may have begun before a restart
+                gateway = Gateway(engine.base_url, store, redact, lambda: served.version.version_id, follower.canary)
                 tasks.add(
                     asyncio.create_task(gateway.serve(port, lambda found: tell(f"http://127.0.0.1:{found}")), name="gateway")
                 )
+            tasks.add(asyncio.create_task(follower.follow(), name="follow the alias"))
             await _first_of(tasks)
     return DONE
 
@@ -110,24 +116,49 @@ class _Served:
     version: ModelVersion
 
 
-async def _follow(run: Path, alias: str, served: _Served, engine: RunningEngine) -> None:
-    """Loads whatever the alias points at next. A version that cannot be loaded is reported once; the one before serves on."""
-    tried = served.version.version_id
-    with open_registry(run) as registry:
+@dataclass
+class _Follower:
+    """Keeps the endpoint at what the registry says."""
+
+    run: Path
+    alias: str
+    served: _Served
+    engine: RunningEngine
+    registry: Registry
+    canary: Canary | None = None
+    store: TrafficStore | None = None
+    """Of a gateway; without one, customers are no part of a canary."""
+
+    async def follow(self) -> None:
+        """Looks at alias and release for ever."""
+        tried = self.served.version.version_id
         while True:
             await asyncio.sleep(POLL_S)
-            version_id = await asyncio.to_thread(registry.resolve, alias)
-            if version_id is None or version_id == tried:
-                continue
-            tried = version_id
-            following = registry.get(version_id)
-            try:
-                await engine.load(run, following, _names(alias, following))
-            except EvergradError as error:
-                print(f"error: {explain(error)[0]}; {served.version.version_id} goes on serving", file=sys.stderr, flush=True)
-                continue
-            served.version = following
-            print(f"{alias} is now {following.version_id}", flush=True)
+            version_id = await asyncio.to_thread(self.registry.resolve, self.alias)
+            if version_id is not None and version_id != tried:
+                tried = version_id
+                await self._load(version_id)
+            # After the alias: a candidate that took it answers its sessions from where it was until our engine has it.
+            await self.follow_release()
+
+    async def follow_release(self) -> None:
+        """Has the gateway know where the release stands."""
+        if self.canary is not None and self.store is not None:
+            told = await self.canary.follow(self.registry, self.store, self.served.version.version_id)
+            if told:
+                print(f"canary: {told}", flush=True)
+
+    async def _load(self, version_id: str) -> None:
+        """Loads what the alias points at. A version that cannot be loaded is reported once; the one before serves on."""
+        following = self.registry.get(version_id)
+        try:
+            await self.engine.load(self.run, following, _names(self.alias, following))
+        except EvergradError as error:
+            told = f"error: {explain(error)[0]}; {self.served.version.version_id} goes on serving"
+            print(told, file=sys.stderr, flush=True)
+            return
+        self.served.version = following
+        print(f"{self.alias} is now {following.version_id}", flush=True)
 
 
 def _check_port(port: int) -> None:

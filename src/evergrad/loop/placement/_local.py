@@ -81,7 +81,8 @@ class LocalPlacement:
     def __init__(self, logs: Path, stuck_after_s: float = 60.0) -> None:
         self._logs, self._stuck_after_s = logs, stuck_after_s
         self._workers: list[Worker] = []
-        self._deaths: asyncio.Queue[Exception] = asyncio.Queue()
+        self._deaths: list[Exception] = []
+        self._death = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> LocalPlacement:
@@ -144,11 +145,13 @@ class LocalPlacement:
 
     async def watch(self) -> None:
         """Returns never; raises the first death of a worker, those started meanwhile included."""
-        raise await self._deaths.get()
+        await self._death.wait()
+        raise self._deaths[0]
 
     def report(self, error: Exception) -> None:
         """Has :meth:`watch` raise it."""
-        self._deaths.put_nowait(error)
+        self._deaths.append(error)
+        self._death.set()
 
     async def _report_death(self, worker: Worker, tell: Callable[[WorkerDied], None]) -> None:
         tell(await worker.died())

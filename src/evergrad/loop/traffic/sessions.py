@@ -71,13 +71,12 @@ class CanarySessions:
         with self._database.read() as connection:
             return [_to_session(row) for row in connection.execute(query.order_by(CANARY_SESSIONS.c.number))]
 
-    def end(self, release_id: int) -> None:
-        """The release is over: no session of it need be known again, nor can be."""
+    def end_but(self, release_id: int | None) -> None:
+        """All releases but this one are over: no session of theirs need be known again, nor can be."""
+        others = sa.true() if release_id is None else CANARY_SESSIONS.c.release_id != release_id
         number = sa.cast(CANARY_SESSIONS.c.number, sa.String)
         with self._database.write() as connection:
-            connection.execute(
-                CANARY_SESSIONS.update().where(CANARY_SESSIONS.c.release_id == release_id).values(session=number)
-            )
+            connection.execute(CANARY_SESSIONS.update().where(others).values(session=number))
 
 
 def _to_session(row: sa.Row[Any]) -> DealtSession:

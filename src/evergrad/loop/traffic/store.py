@@ -223,7 +223,7 @@ class TrafficStore:
             trace_id: Only this one.
             after: Only what has changed since the change of this number.
         """
-        chosen = sa.true()
+        chosen: sa.ColumnElement[bool] = sa.true()
         if tenants is not None:
             chosen &= TRACES.c.tenant.in_(list(tenants))
         if trace_id is not None:
