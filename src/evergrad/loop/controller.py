@@ -30,6 +30,7 @@ import math
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from evergrad.config import load_config
@@ -74,13 +75,12 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
         if finished is not None:
             console.note(f"{folder.path} is finished: {finished}; to start anew choose another --run-dir", whole=True)
         else:
-            paused = pause_of(folder.path) or asyncio.run(_run(config, folder, console))
+            paused = pause_of(folder.path) or _run_and_draw(config, folder, console)
             if paused is not None:
                 _tell_pause(folder, console, paused)
         if (folder.path / "state.json").exists():
             # Once more, since ending the workers took time, and the report is to say what the ledger says.
-            rebuild_report(config, folder)
-            write_timeline(folder.path)
+            _draw(config, folder)
             console.summary(read_report(folder.path), folder.path)
     except (KeyboardInterrupt, asyncio.CancelledError):
         _leave(config, folder, console)
@@ -94,6 +94,23 @@ def run_loop(config_path: Path, overrides: list[str] | None = None, run_dir: Pat
     finally:
         folder.close()
     return folder.path
+
+
+def _run_and_draw(config: RunConfig, folder: RunFolder, console: LoopConsole) -> Pause | None:
+    """Runs; one that ends in an error leaves a report of what was saved, whose page is as new as its figures."""
+    try:
+        return asyncio.run(_run(config, folder, console))
+    except Exception:
+        # The error is what is to be told, whether or not a report can still be written.
+        with suppress(EvergradError, OSError):
+            if (folder.path / "state.json").exists():
+                _draw(config, folder)
+        raise
+
+
+def _draw(config: RunConfig, folder: RunFolder) -> None:
+    rebuild_report(config, folder)
+    write_timeline(folder.path)
 
 
 def _finished(config: RunConfig, folder: RunFolder) -> str | None:
@@ -127,8 +144,7 @@ def _leave(config: RunConfig, folder: RunFolder, console: LoopConsole) -> None:
     """After an interruption: a report of what was saved, and what of it can be used already."""
     if not (folder.path / "state.json").exists():
         return
-    rebuild_report(config, folder)
-    write_timeline(folder.path)
+    _draw(config, folder)
     with Registry(folder.path / "registry.sqlite") as registry:
         served = registry.resolve(PRODUCTION)
     if served is None:
