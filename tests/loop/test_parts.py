@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from evergrad.config import load_config
 from evergrad.envs import Taskset
 from evergrad.evals import GIVEN_UP, GateConfig
-from evergrad.inference import EngineConfig
+from evergrad.inference import EngineConfig, EngineUnavailable
 from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
 from evergrad.loop._checking import notice_changed_environments
@@ -740,6 +740,44 @@ async def test_a_crash_around_a_report_loses_no_score(tmp_path: Path, monkeypatc
     # The file is there, hence so is the row: whoever is killed after it measures nothing again.
     assert await _measuring.report_for(session, version("a"), {}, session.engine) == report
     assert session.measurements == 2
+
+
+@pytest.mark.parametrize("answered", [0, 40])
+async def test_what_a_dying_engine_left_unanswered_makes_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: int
+) -> None:
+    """Requests fail a moment before the death is seen; with an engine that lives, the same faults are findings."""
+    left = answered
+
+    async def answer_some(task: Task, *_: Any, rollout_id: str, group_id: str, **more: Any) -> Rollout:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return await _succeed(task, rollout_id=rollout_id, group_id=group_id, audit=False)
+        return Rollout(rollout_id, group_id, task.task_id, (), Outcome.ENVIRONMENT_FAULT, None, fault="engine: refused")
+
+    async def refuses() -> dict[str, Any]:
+        raise EngineUnavailable("connection refused")
+
+    async def is_well() -> dict[str, Any]:
+        return {"status": "ok"}
+
+    async def dies() -> None:
+        await asyncio.sleep(0.1)
+        raise WorkerDied("engine died (signal 9)")
+
+    monkeypatch.chdir(EXAMPLES[0].parents[1])
+    monkeypatch.setattr(_measuring, "greedy_rollout", answer_some)
+    session: Any = _Measuring(tmp_path, {})
+    session.serving, session.placement = SimpleNamespace(version=None), SimpleNamespace(watch=dies)
+    session.engine = SimpleNamespace(health=refuses)
+    with pytest.raises(WorkerDied, match="signal 9"):
+        await _measuring.report_for(session, version("a"), {}, session.engine)
+    assert os.listdir(tmp_path) == []
+    assert session.saved == []
+    left, session.engine = 40, SimpleNamespace(health=is_well)
+    report = await _measuring.report_for(session, version("a"), {}, session.engine)
+    assert (len(report.scores), len(report.missing)) == (40, 56)
 
 
 async def test_a_report_of_another_verifier_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

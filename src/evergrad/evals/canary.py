@@ -57,7 +57,7 @@ class CanaryConfig(Config):
     shares: tuple[float, ...] = (0.01, 0.05, 0.25)
     """Of the sessions, one stage after another; after the last the alias moves, and all are the candidate's."""
     outcomes: int = Field(default=50, ge=1)
-    """Scored sessions of the candidate that end a stage, if there is no harm by then."""
+    """Scored sessions of the candidate that end a stage, if there is no harm by then; of those that the run plays itself."""
     alpha: float = Field(default=0.05, gt=0, lt=1)
     """Largest chance that a candidate which is no worse is rolled back, over all stages together."""
     margin: float = Field(default=0.0, ge=0, lt=1)

@@ -213,7 +213,7 @@ async def report_for(
         except EvalError:
             await require_alive(session)  # not one task gave a score
             raise
-        if report.missing:
+        if report.missing and GIVEN_UP not in report.outcomes:
             await require_alive(session)
     spent = None if usd is None else (session.spent_usd() or 0.0) - usd
     session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
