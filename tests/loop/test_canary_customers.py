@@ -28,6 +28,7 @@ class Customers:
     """Each is one session; who is answered by the candidate complains."""
 
     url: str
+    complain: bool = True
     versions: dict[str, list[str]] = field(default_factory=dict)
     """By session, what the model of each answer was named."""
 
@@ -40,7 +41,7 @@ class Customers:
         assert answer.status_code == 200, answer.text
         told = answer.json()
         self.versions.setdefault(session, []).append(told["model"])
-        score = 0.0 if told["model"] == "planted" else 1.0
+        score = 0.0 if self.complain and told["model"] == "planted" else 1.0
         # Some say nothing.
         if int(session) % 4:
             said = httpx.post(f"{self.url}/feedback", json={"completion_id": told["id"], "score": score}, timeout=120)
@@ -136,3 +137,38 @@ def test_customers_roll_a_candidate_back_and_a_kill_in_between_moves_none_of_the
         assert kept == {"planted", found.incumbent_id}
         assert all(each.session == str(each.number) for each in store.canary.of_release(found.release_id))
     assert half_written(run) == []
+
+
+@pytest.mark.slow
+def test_while_a_harmless_candidate_is_promoted_no_customer_is_lost(
+    trained: Path,  # noqa: F811
+    tmp_path: Path,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Customers come all the time, and go on while the endpoint takes over what the candidate's own engine answered."""
+    (tmp_path / "redactor.py").write_text(REDACTOR)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run = planted(trained, tmp_path / "kept", CanaryConfig(shares=(0.3, 0.6), outcomes=60), spoil=False)
+    serving = start("serve", "--run", str(run), "--port", "0", "--record", "redactor:redact")
+    customers = Customers(address(serving), complain=False)
+    running = start("run", str(tmp_path / "canary.toml"), "--run-dir", str(run))
+    number = 0
+    while running.poll() is None:
+        customers.come(range(number, number + 8))
+        customers.come(range(number, number + 8), turn=1)
+        number += 8
+    finish(running)
+    with Registry(run / "registry.sqlite") as registry:
+        found = standing(registry)
+        assert found.state is ReleaseState.PROMOTED
+        assert registry.resolve("production") == "planted"
+        assert registry.releases.gateways(found) == ()
+    customers.come(range(number, number + 8))
+    assert {customers.versions[str(each)][0] for each in range(number, number + 8)} == {"production"}
+    assert ["planted", "planted"] in customers.versions.values()
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(timeout=60) == 0
+    with TrafficStore(traffic_path(run)) as store:
+        assert len(store.canary.of_release(found.release_id)) > 4
+        assert not any(each.failed for each in store.canary.of_release(found.release_id))

@@ -177,6 +177,60 @@ async def test_sessions_of_a_canary_count_once_for_the_side_that_they_were_dealt
     assert store.canary.of_release(1) == store.canary.of_release(2) == []
 
 
+DESK = """
+from evergrad.envs import Environment, TaskRow, reward, tool
+
+class Desk(Environment):
+    @classmethod
+    def tasks(cls, rng, config):
+        while True:
+            yield TaskRow(f"lamp {rng.randint(1, 10**6)}", {"queue": "b"})
+
+    @classmethod
+    def from_trace(cls, trace, config):
+        queue = trace.outcome.get("queue")
+        return TaskRow(trace.request, {"queue": queue}) if queue else None
+
+    @tool
+    async def find(self, item: str) -> str:
+        return "shelf 3"
+
+    @reward
+    async def right(self, answer: str) -> float:
+        return float(answer == self.facts["queue"])
+
+    def demonstrate(self):
+        return ["b"]
+"""
+
+
+async def test_a_conversation_that_goes_on_is_not_judged_by_its_beginning(
+    store: TrafficStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "desk.py").write_text(DESK)
+    taskset = Taskset(str(tmp_path / "desk.py"))
+    system = taskset.environment_class.system_prompt(taskset.config.contract)
+    said = [Message("system", system), Message("user", "lamp 7"), Message("assistant", "find(item=lamp)")]
+
+    def turn(name: str, goes_on: str | None = None) -> None:
+        session = store.canary.put_down(DealtSession(1, "s", "default", None, Side.CANDIDATE, 0.5))
+        turns, hashed = tuple(said), content_hash(system)
+        store.keep(Redacted(name, "default", None, "v", turns, system_hash=hashed, session=session), goes_on)
+        store.add_feedback("default", completion_id=name, outcome={"queue": "b"})
+
+    served = ServedTraffic(store)
+    turn("1")
+    assert await served.of_canary(taskset, 1, ()) == []
+    assert (await served.outcomes(taskset, "v")).scores == (0.0,), "the watch looks again when there is more"
+    with monkeypatch.context() as later:
+        later.setattr("evergrad.loop.traffic.evidence.QUIET_S", -1.0)
+        (gave_up,) = await served.of_canary(taskset, 1, ())
+    said += [Message("tool", "shelf 3"), Message("assistant", "b")]
+    turn("2", "1")
+    (ended,) = await served.of_canary(taskset, 1, ())
+    assert (gave_up.score, ended.score) == (0.0, 1.0)
+
+
 def test_a_store_from_before_canaries_of_customers_is_brought_up(store: TrafficStore, tmp_path: Path) -> None:
     keep(store, "1")
     with sqlite3.connect(tmp_path / "traffic.sqlite") as connection:

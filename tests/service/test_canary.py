@@ -329,7 +329,7 @@ async def test_rollback_under_load_loses_no_customer(tmp_path: Path) -> None:
             at_candidate = found.canary._sending + sum(not each.is_closed for each in found.canary._answers)
             assert at_candidate > 10, "requests of canary sessions are under way"
             found.registry.releases.roll_back(found.release(), reason="harm")
-            assert await found.look() == "v2 answers nobody"
+            assert await found.look() == "the engine of v2 is asked no more"
             assert found.registry.releases.gateways(found.release()) == (os.getpid(),), "still under way there"
             while found.registry.releases.gateways(found.release()):
                 await asyncio.sleep(0.05)
@@ -354,6 +354,6 @@ async def test_rollback_under_load_loses_no_customer(tmp_path: Path) -> None:
 
 async def test_a_gateway_whose_engine_serves_another_version_keeps_out_of_it(tmp_path: Path) -> None:
     async with house(tmp_path) as found:
-        assert await found.canary.follow(found.registry, found.store, "another") == "v2 answers nobody"
+        assert await found.canary.follow(found.registry, found.store, "another") == "the engine of v2 is asked no more"
         assert await found.ask("hello", session_id="a") == "ours"
         assert found.theirs.asked == []

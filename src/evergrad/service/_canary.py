@@ -145,6 +145,10 @@ class Canary:
             self._sessions[dealt.session] = failed
         return failed
 
+    def stop(self) -> None:
+        """Has the candidate asked no more until a look finds it."""
+        self._url = ""
+
     # -- the release -----------------------------------------------------------------------------------------------------
 
     async def follow(self, registry: Registry, store: TrafficStore, serves: str) -> str:
@@ -202,7 +206,7 @@ class Canary:
         if release is not None and self._url:
             wider = not asked or before is None or before.share != release.share
             return f"{release.candidate_id} answers {release.share:.4g} of the sessions" if wider else ""
-        return f"{before.candidate_id} answers nobody" if before is not None and asked else ""
+        return f"the engine of {before.candidate_id} is asked no more" if before is not None and asked else ""
 
 
 def _id(release: Release | None) -> int | None:

@@ -128,6 +128,7 @@ class _Follower:
     canary: Canary | None = None
     store: TrafficStore | None = None
     """Of a gateway; without one, customers are no part of a canary."""
+    told: str = ""
 
     async def follow(self) -> None:
         """Looks at alias and release for ever."""
@@ -143,10 +144,16 @@ class _Follower:
 
     async def follow_release(self) -> None:
         """Has the gateway know where the release stands."""
-        if self.canary is not None and self.store is not None:
+        if self.canary is None or self.store is None:
+            return
+        try:
             told = await self.canary.follow(self.registry, self.store, self.served.version.version_id)
-            if told:
-                print(f"canary: {told}", flush=True)
+        except EvergradError as error:  # what cannot be written keeps nobody from his answer
+            self.canary.stop()
+            told = f"{explain(error)[0]}; the candidate is asked by nobody until that is repaired"
+        if told and told != self.told:
+            print(f"canary: {told}", flush=True)
+        self.told = told or self.told
 
     async def _load(self, version_id: str) -> None:
         """Loads what the alias points at. A version that cannot be loaded is reported once; the one before serves on."""

@@ -10,17 +10,20 @@ before, in a thread of its own, and has the verifier judge so many conversations
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from evergrad.envs import EnvError, EnvironmentFault, Taskset, VerifierFault, play
+from evergrad.envs import EnvError, EnvironmentFault, Score, Taskset, VerifierFault, play
 from evergrad.loop.traffic.converting import beginnings, conversation_key, usable_prompts
 from evergrad.loop.traffic.store import StoredTrace, TrafficStore
 from evergrad.types import SessionOutcome
 
 VERIFIED_AT_ONCE = 256
 """Conversations that the verifier judges in one look."""
+QUIET_S = 600.0
+"""After so long without a turn, a conversation that came to no final answer will come to none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,22 @@ class _Seen:
     session: int | None
     score: float | None
     request: str
+    at: str
+    """UTC, ISO 8601: of the last turn."""
     key: str
     """Names the whole of it."""
     beginnings: frozenset[str]
     """Names what it was before each of its later replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """The verifier's word on a conversation as it stood."""
+
+    changed: int
+    score: float | None
+    answered: bool
+    """Whether it came to a final answer; else it may go on."""
 
 
 class ServedTraffic:
@@ -67,8 +82,8 @@ class ServedTraffic:
         self._seen: dict[str, _Seen] = {}
         self._beginnings: Counter[str] = Counter()
         self._changed = -1
-        self._verified: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """By verifier and conversation: its last change by then, and the verifier's word."""
+        self._verified: dict[tuple[str, str], _Verified] = {}
+        """By verifier and conversation."""
         self._verifications = 0
         """In this look."""
 
@@ -80,7 +95,7 @@ class ServedTraffic:
             if each.version_id != version_id or each.system_hash not in usable:
                 continue
             by_customers += each.score is not None
-            score = await self._judge(taskset, each)
+            score = (await self._judge(taskset, each)).score
             if score is None:
                 pending += 1
                 continue
@@ -92,7 +107,8 @@ class ServedTraffic:
     async def of_canary(self, taskset: Taskset, release_id: int, known: Collection[str]) -> list[SessionOutcome]:
         """Customers' sessions in a release of which something is known by now, each by its first judged conversation.
 
-        A session counts for the side that it was dealt to, whoever answered it in the end.
+        A session counts for the side that it was dealt to, whoever answered it in the end, and by the first word on it, which
+        later ones do not change: so the verifier's is taken only when a conversation has come to its end.
 
         Args:
             taskset: The environment as it is deployed.
@@ -110,7 +126,8 @@ class ServedTraffic:
                 continue
             for each in () if dealt.failed else by_session.get(dealt.number, ()):
                 if score is None and each.system_hash in usable:
-                    score = await self._judge(taskset, each)
+                    said = await self._judge(taskset, each)
+                    score = said.score if said.answered or _is_quiet(each) else None
             if dealt.failed or score is not None:
                 bounded = None if score is None else min(1.0, max(0.0, score))
                 found.append(SessionOutcome(session_id, dealt.side, bounded, dealt.share, by_customer=True))
@@ -162,35 +179,42 @@ class ServedTraffic:
                 stored.session,
                 trace.score,
                 trace.request,
+                stored.at,
                 conversation_key(stored, len(trace.messages)),
                 frozenset(beginnings([stored])),
             )
             self._beginnings.update(seen.beginnings)
             self._changed = max(self._changed, stored.changed)
 
-    async def _judge(self, taskset: Taskset, seen: _Seen) -> float | None:
+    async def _judge(self, taskset: Taskset, seen: _Seen) -> _Verified:
         if seen.score is not None or not taskset.learns_from_traffic:
-            return seen.score
+            return _Verified(seen.changed, seen.score, answered=True)
         key = (taskset.fingerprint, seen.trace_id)
-        at, said = self._verified.get(key, (-1, None))
-        if at == seen.changed:
-            return said
+        known = self._verified.get(key)
+        if known is not None and known.changed == seen.changed:
+            return known
         if self._verifications >= VERIFIED_AT_ONCE:
-            return None  # in the next look
+            return _Verified(seen.changed, None, answered=False)  # in the next look
         self._verifications += 1
-        (stored,) = await asyncio.to_thread(lambda: self._store.traces(trace_id=seen.trace_id)) or (None,)
-        said = None if stored is None else await _played_again(taskset, stored)
-        self._verified[key] = (seen.changed, said)
-        return said
+        found = await asyncio.to_thread(lambda: self._store.traces(trace_id=seen.trace_id))
+        said = await _played_again(taskset, found[0]) if found else None
+        self._verified[key] = _Verified(seen.changed, said.reward if said else None, answered=bool(said and said.parts))
+        return self._verified[key]
 
 
-async def _played_again(taskset: Taskset, stored: StoredTrace) -> float | None:
+def _is_quiet(seen: _Seen) -> bool:
+    since = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(seen.at)
+    return since.total_seconds() > QUIET_S
+
+
+async def _played_again(taskset: Taskset, stored: StoredTrace) -> Score | None:
+    """What the replies earn; a score without parts for those that came to no final answer."""
     try:
         row = taskset.from_trace(stored.trace)
         if row is None:
             return None
         task = taskset.task(row)
         async with asyncio.timeout(task.limits.rollout_timeout_s):
-            return (await play(taskset, task, stored.trace.replies)).reward
+            return await play(taskset, task, stored.trace.replies)
     except (EnvError, EnvironmentFault, VerifierFault, TimeoutError):
         return None  # the environment's own trouble, with one customer's words or with all: says nothing of the version
