@@ -33,6 +33,8 @@ from evergrad.types import Release, ReleaseState, Side
 _REMEMBERED = 100_000
 """Sessions whose side is known without a look at the store."""
 _PROVED_WITHIN_S = 5.0
+_GONE = {404, 405, 503}
+"""What an engine answers that serves no such version, for another process has the port; or one that ends or still loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Canary:
         return dealt is not None and dealt.side is Side.CANDIDATE and not dealt.failed and bool(self._url)
 
     async def ask(self, send: Callable[[str], Awaitable[httpx.Response]]) -> httpx.Response | None:
-        """The answer of the candidate's engine, whatever it is; ``None`` where the engine is not there.
+        """The answer of the candidate's engine, whatever it is; ``None`` where the engine is not there, or is about to go.
 
         Args:
             send: Asks an engine, given its address.
@@ -130,13 +132,16 @@ class Canary:
         self._sending += 1
         try:
             answer = await send(url)
+            if answer.status_code not in _GONE:
+                self._answers.add(answer)
+                return answer
+            await answer.aclose()
         except httpx.HTTPError:
-            self._url = "" if self._url == url else self._url  # until a look finds it
-            return None
+            pass
         finally:
             self._sending -= 1
-        self._answers.add(answer)
-        return answer
+        self._url = "" if self._url == url else self._url  # until a look finds it
+        return None
 
     def fail(self, dealt: Dealt) -> Dealt:
         """The candidate did not answer what the incumbent did answer."""

@@ -51,7 +51,7 @@ from evergrad.service._chats import (
     references_of,
     whole_answer,
 )
-from evergrad.types import Message
+from evergrad.types import EvergradError, Message
 
 _CHAT = "/v1/chat/completions"
 _MAX_BODY = 16 << 20
@@ -153,7 +153,8 @@ class Gateway:
             await answer.aclose()
         ours = await self._ours(request, content)
         if dealt is not None and answer is not None and ours.status_code == 200:
-            asked = replace(asked, dealt=self._canary.fail(dealt)) if asked else None
+            failed = self._canary.fail(dealt)
+            asked = replace(asked, dealt=failed) if asked else None
         elif asked is not None and ours.status_code >= 500:
             self._later(self._put_down_failure(asked))
         return self._passed(ours, asked)
@@ -263,8 +264,12 @@ class Gateway:
 
     async def _put_down_failure(self, asked: ChatRequest) -> None:
         """A session of a canary that its side could not answer."""
-        if asked.dealt is not None and asked.dealt.tossed:
+        if asked.dealt is None or not asked.dealt.tossed:
+            return
+        try:
             await asyncio.to_thread(self._put_down, asked, replace(asked.dealt, failed=True))
+        except EvergradError as error:
+            _warn(f"a session that failed is not put down: {error}")
 
     def _put_down(self, asked: ChatRequest, dealt: Dealt) -> int:
         session = DealtSession(dealt.release_id, dealt.session, asked.tenant, asked.user, dealt.side, dealt.share, dealt.failed)
