@@ -37,14 +37,14 @@ class Customers:
         for _ in range(turn):
             messages += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "and now?"}]
         body = {"model": "production", "messages": messages, "store": True, "session_id": session, "max_tokens": 4}
-        answer = httpx.post(f"{self.url}/chat/completions", json={**body, "temperature": 0}, timeout=120)
+        answer = httpx.post(f"{self.url}/chat/completions", json={**body, "temperature": 0}, timeout=600)
         assert answer.status_code == 200, answer.text
         told = answer.json()
         self.versions.setdefault(session, []).append(told["model"])
         score = 0.0 if self.complain and told["model"] == "planted" else 1.0
         # Some say nothing.
         if int(session) % 4:
-            said = httpx.post(f"{self.url}/feedback", json={"completion_id": told["id"], "score": score}, timeout=120)
+            said = httpx.post(f"{self.url}/feedback", json={"completion_id": told["id"], "score": score}, timeout=600)
             assert said.status_code == 200, said.text
         return str(told["model"])
 
@@ -131,7 +131,7 @@ def test_customers_roll_a_candidate_back_and_a_kill_in_between_moves_none_of_the
         customers.come(range(2000, 2020))
         assert {customers.versions[str(each)][0] for each in range(2000, 2020)} == {"production"}
     serving.send_signal(signal.SIGTERM)
-    assert serving.wait(timeout=60) == 0
+    assert serving.wait(timeout=600) == 0
     with TrafficStore(traffic_path(run)) as store:
         kept = {each.trace.version_id for each in store.traces()}
         assert kept == {"planted", found.incumbent_id}
@@ -168,7 +168,7 @@ def test_while_a_harmless_candidate_is_promoted_no_customer_is_lost(
     assert {customers.versions[str(each)][0] for each in range(number, number + 8)} == {"production"}
     assert ["planted", "planted"] in customers.versions.values()
     serving.send_signal(signal.SIGTERM)
-    assert serving.wait(timeout=60) == 0
+    assert serving.wait(timeout=600) == 0
     with TrafficStore(traffic_path(run)) as store:
         assert len(store.canary.of_release(found.release_id)) > 4
         assert not any(each.failed for each in store.canary.of_release(found.release_id))

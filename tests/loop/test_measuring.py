@@ -30,7 +30,7 @@ def test_an_engine_that_is_killed_in_a_measurement_leaves_no_report_and_the_vers
     engines = [each for each in workers(process.pid) if "evergrad.inference" in each.cmdline()]
     # The one that serves starts at the first promotion; the candidate's weights are in the one that rolls out.
     os.kill(min(engines, key=lambda each: each.create_time()).pid, signal.SIGKILL)
-    told, _ = process.communicate(timeout=240)
+    told, _ = process.communicate(timeout=900)
     assert process.returncode == 1, told
     assert "engine died (signal 9)" in told
     assert "t-c1-rl--letters@v1" not in reports(run), "what it could not answer is no score of the candidate"
@@ -40,7 +40,7 @@ def test_an_engine_that_is_killed_in_a_measurement_leaves_no_report_and_the_vers
     assert json.loads(figures.read_text())["timeline"]
 
     again = start("run", "t.toml", "--run-dir", str(run))
-    told, _ = again.communicate(timeout=240)
+    told, _ = again.communicate(timeout=900)
     assert again.returncode == 0, told
     found = reports(run)
     assert found["t-c1-rl--letters@v1"]["missing"] == []

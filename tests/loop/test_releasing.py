@@ -51,7 +51,7 @@ from evergrad.types import (
 )
 from tests.loop.conftest import LETTERS, TINY_RUN, Start, half_written, workers
 
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 """Of a wait inside a test; only a hang takes so long."""
 
 
