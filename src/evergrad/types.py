@@ -423,6 +423,13 @@ class ModelVersion:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
     """Added to the system message of every conversation: as much a part of the version as its weights. Empty for none."""
+    merged_id: str | None = None
+    """The other parent of a merge, whose weights were brought into those of ``parent_id``; ``None`` for all other versions."""
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Ids of the versions that it was made from; two for a merge, none for a first one."""
+        return tuple(each for each in (self.parent_id, self.merged_id) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,18 @@ def test_versions_come_back_as_they_went_in(registry: Registry, path: Path) -> N
         assert [each.version_id for each in store.lineage("c")] == ["c", "b", "a"]
 
 
+def test_a_merge_descends_from_both_its_parents(registry: Registry) -> None:
+    registry.register(version("other", "a"))
+    registry.register(replace(version("merge", "b"), merged_id="other"))
+    registry.register(version("trained", "merge"))
+    assert registry.get("merge").parents == ("b", "other")
+    assert registry.get("a").parents == ()
+    assert [each.version_id for each in registry.ancestors("trained")] == ["trained", "merge", "other", "b", "a"]
+    assert [each.version_id for each in registry.lineage("trained")] == ["trained", "merge", "b", "a"]
+    with pytest.raises(RegistryError, match="did you mean 'merge'"):
+        registry.ancestors("merg")
+
+
 def test_registering_again_changes_nothing_and_an_id_means_one_version(registry: Registry) -> None:
     again = ModelVersion("b", "a", 3, "versions/b", "tiny", "r0", "2027-01-01T00:00:00+00:00", {"cycle": 2})
     assert registry.register(again) == version("b", "a", 3)
@@ -357,33 +369,57 @@ def test_first_openings_at_once_make_one_schema(path: Path) -> None:
     assert [(child.communicate()[0], child.returncode) for child in children] == [(b"()\n", 0)] * 4
 
 
-AS_SCHEMA_3 = """
+_BEFORE_MERGES = (
+    "number, version_id, parent_id, policy_version, weights_uri, base_model, recipe_hash, created_at, metadata, system_prompt"
+)
+AS_SCHEMA_4 = f"""
+PRAGMA legacy_alter_table = ON;
+ALTER TABLE versions RENAME TO later;
+CREATE TABLE versions (number INTEGER NOT NULL PRIMARY KEY, version_id VARCHAR NOT NULL UNIQUE, parent_id VARCHAR,
+    policy_version INTEGER NOT NULL, weights_uri VARCHAR NOT NULL, base_model VARCHAR NOT NULL, recipe_hash VARCHAR NOT NULL,
+    created_at VARCHAR NOT NULL, metadata TEXT NOT NULL, system_prompt TEXT NOT NULL DEFAULT '');
+INSERT INTO versions SELECT {_BEFORE_MERGES} FROM later;
+DROP TABLE later;
+UPDATE evergrad_schemas SET version = 4;
+"""
+AS_SCHEMA_3 = f"""
+{AS_SCHEMA_4}
 ALTER TABLE release_outcomes DROP COLUMN by_customer;
 DROP TABLE release_offers;
 DROP TABLE release_gateways;
 UPDATE evergrad_schemas SET version = 3;
 """
+AS_SCHEMA_2 = f"""
+{AS_SCHEMA_3}
+ALTER TABLE versions DROP COLUMN system_prompt;
+UPDATE evergrad_schemas SET version = 2;
+"""
 
 
-def test_versions_of_schema_2_are_their_weights_alone(registry: Registry, path: Path) -> None:
-    before = registry.get("a")
+@pytest.mark.parametrize("script", [AS_SCHEMA_2, AS_SCHEMA_3, AS_SCHEMA_4], ids=["2", "3", "4"])
+def test_versions_of_an_earlier_schema_are_their_weights_alone(registry: Registry, path: Path, script: str) -> None:
+    before = registry.list()
     with sqlite3.connect(path) as connection:
-        connection.executescript(AS_SCHEMA_3)
-        connection.execute("ALTER TABLE versions DROP COLUMN system_prompt")
-        connection.execute("UPDATE evergrad_schemas SET version = 2")
+        connection.executescript(script)
     again = Registry(path)
-    assert again.get("a") == before
-    assert again.get("a").system_prompt == ""
-    prompted = replace(version("p", "a"), weights_uri=before.weights_uri, system_prompt="Be brief.\n☃")
+    assert again.list() == before
+    assert (again.get("a").system_prompt, again.get("b").merged_id) == ("", None)
+    prompted = replace(version("p", "a"), weights_uri=before[0].weights_uri, system_prompt="Be brief.\n☃")
     assert again.register(prompted) == again.get("p") == prompted
     with pytest.raises(RegistryError, match="differs in system_prompt"):
         again.register(replace(prompted, system_prompt="Be long."))
+    merged = replace(version("m", "b"), merged_id="p")
+    assert again.register(merged) == again.get("m") == merged
+    with pytest.raises(RegistryError, match="differs in merged_id"):
+        again.register(replace(merged, merged_id="a"))
+    with pytest.raises(RegistryError, match="no version 'nobody'"):
+        again.register(replace(version("n", "b"), merged_id="nobody"))
 
 
 def test_what_cannot_be_opened_says_why(tmp_path: Path, registry: Registry, path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE evergrad_schemas SET version = 99")
-    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 4.*upgrade Evergrad"):
+    with pytest.raises(DatabaseError, match=r"schema version 99, this Evergrad knows 5.*upgrade Evergrad"):
         Registry(path)
     (tmp_path / "text").write_text("no database, but long enough to look at " * 50)
     with pytest.raises(DatabaseError, match="file is not a database"):

@@ -126,8 +126,8 @@ def _contamination(session: Session, candidate: ModelVersion, suites: Sequence[G
     environment's own training tasks share none with the gate by their split; live ones come from outside of it."""
     if session.traffic is None:
         return {}
-    lineage = [each.version_id for each in session.registry.lineage(candidate.version_id)]
-    trained = session.traffic.tasks(used_by=lineage)
+    ancestors = [each.version_id for each in session.registry.ancestors(candidate.version_id)]
+    trained = session.traffic.tasks(used_by=ancestors)
     if not trained:
         return {}
     measured = {task.task_id: request_of(task) for each in suites for task in gate_tasks(session, each.settings, each.draw)}

@@ -133,6 +133,7 @@ def _versions(registry: Registry) -> list[dict[str, Any]]:
         {
             "version_id": version.version_id,
             "parent_id": version.parent_id,
+            "merged_id": version.merged_id,
             "policy_version": version.policy_version,
             "created_at": version.created_at,
             "system_prompt": version.system_prompt,

@@ -45,7 +45,7 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``label`` (the event after which it was measured), ``suite``, ``version_id``, ``mean``, ``ci95`` (of the mean),
     ``success_rate``, ``n``, ``slices`` (name → mean), ``usd_per_success``; of live traffic also ``cycle`` and ``check``.
 ``versions[]``, optional
-    ``version_id``, ``parent_id``, ``policy_version``, ``created_at``, ``aliases``.
+    ``version_id``, ``parent_id``, ``merged_id`` (the other parent of a merge), ``policy_version``, ``created_at``, ``aliases``.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ def _version_table(data: Data) -> str:
     rows = [
         [
             f"<code>{_e(row.get('version_id'))}</code>",
-            f"<code>{_e(row.get('parent_id') or '–')}</code>",
+            f"<code>{_e(' + '.join(filter(None, (row.get('parent_id'), row.get('merged_id')))) or '–')}</code>",
             _e(row.get("policy_version")),
             _e(row.get("created_at")),
             _e(", ".join(row.get("aliases") or [])),

@@ -48,7 +48,7 @@ class AliasEvent:
 
 VERSION_FIELDS = (
     *("version_id", "parent_id", "policy_version", "weights_uri", "base_model", "recipe_hash", "created_at"),
-    "system_prompt",
+    *("system_prompt", "merged_id"),
 )
 
 

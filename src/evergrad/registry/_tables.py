@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 TABLES = sa.MetaData()
 VERSIONS = sa.Table(
@@ -20,6 +20,7 @@ VERSIONS = sa.Table(
     sa.Column("created_at", sa.String, nullable=False),
     sa.Column("metadata", sa.Text, nullable=False),
     sa.Column("system_prompt", sa.Text, nullable=False, server_default=""),
+    sa.Column("merged_id", sa.String, sa.ForeignKey("versions.version_id")),
 )
 EVENTS = sa.Table(
     "alias_events",
@@ -104,7 +105,8 @@ GATEWAYS = sa.Table(
 
 def upgrade(connection: sa.Connection, stored: int) -> None:
     """From schema 1, which knew no releases and did not say who moved an alias, and on what evidence beside a verdict; from
-    schema 2, whose versions were their weights alone; from schema 3, where no customer met a candidate."""
+    schema 2, whose versions were their weights alone; from schema 3, where no customer met a candidate; from schema 4, whose
+    versions had one parent at most."""
     if stored < 2:
         _add_columns(connection, EVENTS, "actor", "evidence")
         for table in (RELEASES, RELEASE_EVENTS, OUTCOMES):
@@ -116,10 +118,13 @@ def upgrade(connection: sa.Connection, stored: int) -> None:
             _add_columns(connection, OUTCOMES, "by_customer")
         for table in (OFFERS, GATEWAYS):
             table.create(connection)
+    if stored < 5:
+        _add_columns(connection, VERSIONS, "merged_id")
 
 
 def _add_columns(connection: sa.Connection, table: sa.Table, *names: str) -> None:
     for column in (table.c[name] for name in names):
         kind = column.type.compile(connection.dialect)
         default = str(column.server_default.arg) if isinstance(column.server_default, sa.DefaultClause) else ""
-        connection.execute(sa.text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind} NOT NULL DEFAULT '{default}'"))
+        filled = "" if column.nullable else f" NOT NULL DEFAULT '{default}'"
+        connection.execute(sa.text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind}{filled}"))

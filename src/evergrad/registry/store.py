@@ -89,8 +89,8 @@ class Registry:
                     where=self._database.where,
                     hint="give the version another id",
                 )
-            if version.parent_id is not None:
-                require_version(connection, version.parent_id, self._database.where)
+            for parent in version.parents:
+                require_version(connection, parent, self._database.where)
             row = {item: getattr(version, item) for item in VERSION_FIELDS} | {"metadata": strict_json(version.metadata)}
             connection.execute(VERSIONS.insert().values(row))
             return replace(version, metadata=plain(version.metadata))
@@ -126,6 +126,20 @@ class Registry:
             while chain[-1].parent_id is not None:
                 chain.append(require_version(connection, chain[-1].parent_id, self._database.where))
             return tuple(chain)
+
+    def ancestors(self, version_id: str) -> tuple[ModelVersion, ...]:
+        """The version and all that it descends from, over both parents of each merge; each once, the latest registered first.
+
+        Raises:
+            RegistryError: unknown; names the nearest that exists.
+        """
+        wanted = set(self.get(version_id).parents) | {version_id}
+        found: list[ModelVersion] = []
+        for version in reversed(self.list()):  # a parent is registered before its child
+            if version.version_id in wanted:
+                found.append(version)
+                wanted |= set(version.parents)
+        return tuple(found)
 
     # -- aliases ---------------------------------------------------------------------------------------------------------
 

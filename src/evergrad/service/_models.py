@@ -43,7 +43,7 @@ def list_versions(run: Path, *, as_json: bool = False) -> None:
     rows = [
         (
             cell(version.version_id, "bold" if _names(aliases, version) else ""),
-            version.parent_id,
+            " + ".join(version.parents) or None,
             version.policy_version,
             version.created_at,
             cell(", ".join((*_names(aliases, version), *_on_its_way(under_way.get(version.version_id)))), "green"),
@@ -85,6 +85,7 @@ def show_version(run: Path, name: str, *, as_json: bool = False) -> None:
         "version": version.version_id,
         "aliases": ", ".join(_names(aliases, version)) or None,
         "lineage": " ← ".join(each.version_id for each in lineage),
+        "merged with": version.merged_id,
         "policy version": version.policy_version,
         "weights": run / version.weights_uri,
         "base model": version.base_model,

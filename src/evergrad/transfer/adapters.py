@@ -144,15 +144,34 @@ def adapter_parts(
     where = str(adapter) if isinstance(adapter, (str, Path)) else None
     if base_model is not None:
         require_base(config, base_model, where)
-    found: dict[str, LoraPart] = {}
-    for module, (lora_a, lora_b, *magnitude) in _parts(config, tensors, where).items():
+    found = lora_parts(config, tensors, where)
+    for module, part in found.items():
         weight = base.get(f"{module}.weight")
         if weight is None:
             raise TransferError(f"the adapter changes '{module}', which the base does not have", where=where)
-        expected = (lora_b.shape[0], lora_a.shape[1])
-        odd = lora_a.shape[0] != lora_b.shape[1] or any(each.shape != lora_b.shape[:1] for each in magnitude)
-        if tuple(weight.shape) != expected or odd:
+        expected = (part.lora_b.shape[0], part.lora_a.shape[1])
+        if tuple(weight.shape) != expected:
             raise TransferError(f"'{module}' is {tuple(weight.shape)}, the adapter is for {expected}", where=where)
+    return found
+
+
+def lora_parts(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str | None = None) -> dict[str, LoraPart]:
+    """What an adapter says of each linear layer that it changes, by the layer's name, whatever its base.
+
+    Args:
+        config: As :func:`load_adapter` gives it.
+        tensors: The same.
+        where: Names the adapter in errors.
+
+    Raises:
+        TransferError: a key that is no LoRA half or has no partner, halves that do not fit each other, or a feature of PEFT that
+            is not known here.
+    """
+    found: dict[str, LoraPart] = {}
+    for module, (lora_a, lora_b, *magnitude) in _parts(config, tensors, where).items():
+        if lora_a.shape[0] != lora_b.shape[1] or any(each.shape != lora_b.shape[:1] for each in magnitude):
+            shapes = ", ".join(str(tuple(each.shape)) for each in (lora_a, lora_b, *magnitude))
+            raise TransferError(f"the parts of '{module}' do not fit each other: {shapes}", where=where)
         found[module] = LoraPart(lora_a, lora_b, _scale(config, module, lora_a.shape[0]), *magnitude)
     return found
 

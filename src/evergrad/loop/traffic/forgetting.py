@@ -96,24 +96,32 @@ def tainted_versions(run: Path, uses: Mapping[str, int]) -> tuple[Tainted, ...]:
     with Registry(run / "registry.sqlite") as registry:
         versions = {each.version_id: each for each in registry.list()}
         aliases = registry.aliases()
-    dirty: dict[str, None] = {}
+    dirty: dict[str, ModelVersion] = {}
     for version in versions.values():  # a parent is registered before its child
-        if version.version_id in uses or version.parent_id in dirty:
-            dirty[version.version_id] = None
+        if version.version_id in uses or any(parent in dirty for parent in version.parents):
+            dirty[version.version_id] = version
     for name in dirty:
-        lineage, clean = [versions[name]], None
-        while (parent := lineage[-1].parent_id) is not None:
-            if parent not in dirty:
-                clean = parent
-                break
-            lineage.append(versions[parent])
-        cycles = tuple(sorted({_cycle(each) for each in lineage}))
+        clean, to_rebuild = _back_to_clean(name, dirty)
+        cycles = tuple(sorted({_cycle(each) for each in to_rebuild}))
         serves = tuple(sorted(alias for alias, version_id in aliases.items() if version_id == name))
         found.append(Tainted(name, uses.get(name, 0), serves, clean, cycles, _usd(costs, cycles)))
     for name in sorted(uses.keys() - versions.keys()):
         cycles = (read_state(run / "state.json").cycle,) if (run / "state.json").is_file() else ()
         found.append(Tainted(name, uses[name], (), aliases.get("production"), cycles, _usd(costs, cycles), registered=False))
     return tuple(found)
+
+
+def _back_to_clean(name: str, dirty: Mapping[str, ModelVersion]) -> tuple[str | None, list[ModelVersion]]:
+    """The nearest ancestor that is not among the ``dirty``, and the dirty versions that would have to be made again from there;
+    of a merge, those on both sides."""
+    clean, found = None, [dirty[name]]
+    for version in found:  # which grows meanwhile, nearest first
+        for parent in version.parents:
+            if parent not in dirty:
+                clean = clean or parent
+            elif dirty[parent] not in found:
+                found.append(dirty[parent])
+    return clean, found
 
 
 def _cycle(version: ModelVersion) -> int:
