@@ -1,4 +1,4 @@
-"""Merges of trained weights: on the straight line between two versions, and of adapters the nearest that their rank can hold."""
+"""Merges of trained weights: on the line between two versions, and of adapters the nearest that their rank can hold."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from evergrad.transfer.files import write_safetensors
 from tests.training.conftest import make_batch
 from tests.training.test_trainer import METHODS, new_trainer
 
+Pair = tuple[Path, Path, str]
 GRADIENT = LossConfig(name="policy_gradient")
 
 
@@ -31,10 +32,8 @@ def trained(trainer: Trainer, folder: Path, seed: int, steps: int = 2) -> Path:
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def pair(
-    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path, str]:
-    """A version, and one that was trained on from it."""
+def pair(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A version, one that was trained on from it, and the method."""
     folder, trainer = tmp_path_factory.mktemp("pair"), new_trainer(model_folder, request.param)
     ours = trained(trainer, folder / "ours", 1)
     trainer.reset(str(ours))
@@ -53,7 +52,7 @@ def update(part: LoraPart) -> Tensor:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9])
-def test_a_merge_lies_on_the_line_between_its_parents(pair: tuple[Path, Path, str], tmp_path: Path, share: float) -> None:
+def test_a_merge_lies_on_the_line_between_its_parents(pair: Pair, tmp_path: Path, share: float) -> None:
     ours, other, method = pair
     lost = merge_exports(ours, other, share, tmp_path / "merged")
     first, second, merged = (updates(each) for each in (ours, other, tmp_path / "merged"))
@@ -88,7 +87,7 @@ def test_an_adapter_that_was_trained_on_from_the_other_loses_little(model_folder
     assert 0 < lost <= (crossed / whole) ** 0.5
 
 
-def test_what_both_have_in_common_stays_to_the_last_bit(pair: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_what_both_have_in_common_stays_to_the_last_bit(pair: Pair, tmp_path: Path) -> None:
     ours, _, method = pair
     lost = merge_exports(ours, ours, 0.7, tmp_path / "merged")
     if method == "full":
@@ -99,9 +98,7 @@ def test_what_both_have_in_common_stays_to_the_last_bit(pair: tuple[Path, Path, 
         assert all(torch.allclose(each, merged[name], atol=1e-7) for name, each in updates(ours).items())
 
 
-def test_a_trainer_goes_on_from_a_merge_and_every_layer_can_still_learn(
-    pair: tuple[Path, Path, str], model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_trainer_goes_on_from_a_merge_and_every_layer_can_still_learn(pair: Pair, model_folder: Path, tmp_path: Path) -> None:
     ours, other, method = pair
     merge_exports(ours, other, 0.5, tmp_path / "merged")
     trainer = new_trainer(model_folder, method)
@@ -124,9 +121,7 @@ def test_adapters_that_nobody_trained_merge_to_one_that_learns(model_folder: Pat
     assert all(part.lora_b.abs().sum(dim=0).min() > 0 for part in after.values()), "no direction is dead"
 
 
-def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
-    pair: tuple[Path, Path, str], model_folder: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_merged_is_refused_and_leaves_nothing(pair: Pair, model_folder: Path, tmp_path: Path) -> None:
     ours, other, method = pair
     for share in (0.0, 1.0, float("nan")):
         with pytest.raises(TrainerError, match="is no merge"):

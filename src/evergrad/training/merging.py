@@ -5,12 +5,12 @@ fine-tuning of zero-shot models", arXiv 2109.01903)::
 
     merged = (1 − share) · W_ours + share · W_other
 
-Versions that were trained from one start mostly lie in one basin, where all weights between them are about as good as their ends,
-and often better on what either has forgotten. Whether they are is measured, not assumed.
+Versions that were trained from one start mostly lie in one basin, where the weights between them are about as good as the two,
+and often better on what either has forgotten. Whether these are is measured, not assumed.
 
-Whole weights are merged tensor by tensor. Of two adapters on one base the same line is one of their updates ``s B A``; it has up
-to the sum of both ranks, and is kept at the rank of ``ours`` by the nearest update of that rank (Eckart and Young 1936), so that
-training can go on from it and a hundred merges need no more room than one.
+Whole weights are merged tensor by tensor. Of two adapters on one base the same line is one of their updates ``s B A``; it has
+the sum of both ranks at most, and is kept at the rank of ``ours``, as the nearest update of that rank (Eckart and Young 1936),
+so that training can go on from it and a hundred merges need no more room than one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,8 +147,8 @@ def _nearest_update(ours: LoraPart, other: LoraPart, share: float) -> tuple[tupl
     squared norm of what lies between the two, and that of the merged update.
 
     The merged update is ``[(1−t) s₁B₁, t s₂B₂] · [A₁; A₂]``, [out, r₁+r₂] · [r₁+r₂, in], so that two thin QRs leave a singular
-    value decomposition of a matrix as small as the ranks. All the length goes into B, and A's rows have length 1, also where the
-    singular value is 0, as in an adapter that was not trained yet: a direction in which both were 0 would never learn again.
+    value decomposition of a matrix as small as the ranks. All the length goes into B, and A's rows have length 1, also where
+    the singular value is 0, as in an adapter that nobody trained: a direction in which both were 0 would never learn again.
     """
     up = torch.cat([(1 - share) * ours.scale * ours.lora_b.double(), share * other.scale * other.lora_b.double()], dim=1)
     down = torch.cat([ours.lora_a.double(), other.lora_a.double()], dim=0)

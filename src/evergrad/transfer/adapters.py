@@ -164,8 +164,8 @@ def lora_parts(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], w
         where: Names the adapter in errors.
 
     Raises:
-        TransferError: a key that is no LoRA half or has no partner, halves that do not fit each other, or a feature of PEFT that
-            is not known here.
+        TransferError: a key that is no LoRA half or has no partner, halves that do not fit each other, or a feature of PEFT
+            that is not known here.
     """
     found: dict[str, LoraPart] = {}
     for module, (lora_a, lora_b, *magnitude) in _parts(config, tensors, where).items():
