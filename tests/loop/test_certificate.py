@@ -334,6 +334,32 @@ def test_a_system_prompt_is_certified_with_the_weights(session: Any) -> None:
     assert states(session, path)["system prompts"] is State.FAILS
 
 
+def test_a_merge_is_certified_with_both_its_parents(session: Any) -> None:
+    registry = session.registry
+    registry.register(ModelVersion("other", "old", 2, "versions/other", "tiny", "o", "", {"suite": "letters@v1"}))
+    write_text(session.folder.path / "versions/other/model.safetensors", "other")
+    merged = dataclasses.replace(
+        registry.get("new"),
+        version_id="merged",
+        parent_id="old",
+        merged_id="other",
+        recipe_hash="m",
+        metadata={"merged_share": 0.25},
+    )
+    registry.register(merged)
+    path = issue(session, candidate="merged")
+    content = read_certificate(path)["content"]
+    assert content["merge"] == {"parent": "old", "other": "other", "share": 0.25}
+    assert content["hashes"]["weights"].keys() == {"merged", "old", "other"}
+    assert "a merge: 25.0% of the way from old to other" in path.with_suffix(".html").read_text()
+    assert State.FAILS not in states(session, path).values()
+    write_text(session.folder.path / "versions/other/model.safetensors", "changed")
+    assert states(session, path)["weights"] is State.FAILS
+    with sqlite3.connect(session.folder.path / "registry.sqlite") as connection:
+        connection.execute("""UPDATE versions SET metadata = '{"merged_share": 0.75}' WHERE version_id = 'merged'""")
+    assert states(session, path)["what it says"] is State.FAILS
+
+
 def by_hand(session: Any, candidate: str) -> None:
     promoted = Verdict(True, ("by hand, without the gate: it was Friday",), {"by_hand": True}, candidate, "old")
     session.registry.promote("production", candidate, promoted)

@@ -109,6 +109,7 @@ class Loop:
         self.registry = SimpleNamespace(
             resolve=lambda alias: "t-c1-rl", get=self.versions.__getitem__, find=lambda alias: self.versions["t-c1-rl"]
         )
+        self.folder = SimpleNamespace(path=LETTERS.parent)
         self.told: list[str] = []
 
     def taskset(self, settings: Any) -> Taskset:
@@ -205,7 +206,7 @@ async def test_nothing_is_done_where_every_prompt_was_tried_and_there_is_no_othe
     session.state.cycles = [{**cycle_of("prompts", 0.0, 0.1, "refused"), "candidate": "t-c2-prompt"}]
     decision = await decide(session)
     assert (decision.following, decision.word) == (Stage.WATCH, "nothing")
-    assert "every prompt was tried" in decision.why
+    assert "left to try" in decision.why
 
 
 async def test_a_recipe_for_this_very_cycle_is_tried_all_the_same() -> None:

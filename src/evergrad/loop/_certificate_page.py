@@ -49,6 +49,9 @@ def _compared(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [(f"anchor on {suite}", _code(name)) for suite, name in content["plan"]["anchors"].items()]
     if content.get("system_prompt"):
         rows.append(("system prompt of the candidate", _code(content["system_prompt"])))
+    if merge := content.get("merge"):
+        told = f"{percent(merge['share'])} of the way from {merge['parent']} to {merge['other']}"
+        rows.append(("weights of the candidate", _e(f"a merge: {told}")))
     for name, suite in content["suites"].items():
         role = "must be better on" if name == content["plan"]["primary"] else "guard"
         rows.append((role, f"{_e(name)}, {_e(suite['tasks'])} tasks {_code(suite['suite_hash'])}"))

@@ -16,7 +16,17 @@ from evergrad.loop._certificate_page import render_certificate
 from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import row_of
 from evergrad.loop._session import Session
-from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, run_signing_key, sign, statement
+from evergrad.loop.certificate import (
+    code_hash,
+    config_hash,
+    folder_hash,
+    installation,
+    merge_of,
+    run_signing_key,
+    sign,
+    statement,
+    weighed,
+)
 from evergrad.loop.config import WorthConfig
 from evergrad.types import Verdict, plain
 
@@ -48,13 +58,16 @@ def _content(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Ga
         "trigger": session.state.trigger,
         **statement(verdict, plan),
         "system_prompt": candidate.system_prompt,
+        "merge": merge_of(candidate),
         "suites": {each.name: _suite(session, each) for each in suites},
         "costs": _costs(session.state, verdict, plan.primary, session.config.worth),
         "hashes": {
             "plan": plan.hash,
             "verdict": content_hash(verdict),
             "reports": verdict.evidence["reports"],
-            "weights": {each: folder_hash(run / session.registry.get(each).weights_uri) for each in versions},
+            "weights": {
+                each: folder_hash(run / session.registry.get(each).weights_uri) for each in weighed(candidate, versions[1])
+            },
             "system_prompts": {each: content_hash(session.registry.get(each).system_prompt) for each in versions},
             "recipe": candidate.recipe_hash,
             "configuration": config_hash(run),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from evergrad.ledger import NOTHING, Choice, Try, choose_arm
@@ -11,8 +13,36 @@ from evergrad.loop._figures import count, usd
 from evergrad.loop._folder import LoopState
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._spending import budget_left
-from evergrad.loop.config import RunConfig
+from evergrad.loop.config import MergeConfig, RunConfig
 from evergrad.registry import Registry
+from evergrad.types import ModelVersion
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """A merge to try: weights ``share`` of the way from those of ``parent`` to those of ``other``.
+
+    >>> MergePlan("t-c1-rl", "t-c2-rl", 0.5).told
+    '50% of the way from t-c1-rl to t-c2-rl'
+    """
+
+    parent: str
+    """Id of the version that serves."""
+    other: str
+    """Id of a candidate that was trained from its weights, scored higher, and was refused."""
+    share: float
+
+    @property
+    def told(self) -> str:
+        return f"{self.share:.0%} of the way from {self.parent} to {self.other}"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What an arm would try next; neither of the two for one that trains."""
+
+    prompt: str = ""
+    merge: MergePlan | None = None
 
 
 def tries_on(state: LoopState, suite: str) -> list[Try]:
@@ -24,22 +54,80 @@ def tries_on(state: LoopState, suite: str) -> list[Try]:
     ]
 
 
-def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: str) -> dict[str, str]:
-    """The arms that have something left to try, with the system prompt that each would try: empty for one that trains.
+def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: str, run: Path) -> dict[str, Proposal]:
+    """The arms that have something left to try, in their order, with what each would try.
 
-    A text is tried once over the weights that serve, on any draw of ``suite``. Other weights may make more of it, so their
-    promotion opens all texts again.
+    A text is tried once over the weights that serve, and a merge once over the same two versions, on any draw of ``suite``.
+    Other weights may make more of it, so their promotion opens all again.
+
+    Args:
+        run: The run folder, in which the weights of versions lie.
     """
-    found = dict.fromkeys((name for name in config.arm_names if not config.prompts_of(name)), "")
     serves = registry.resolve(PRODUCTION)
-    if serves is None:
-        return found
-    served = registry.get(serves)
-    candidates = [registry.get(row["candidate"]) for row in state.cycles if row["suite"].partition("#")[0] == suite]
+    served = None if serves is None else registry.get(serves)
+    rows = [row for row in state.cycles if row["suite"].partition("#")[0] == suite]
+    found: dict[str, Proposal] = {}
+    for arm in config.ways:
+        if not arm.prompts and arm.merge is None:
+            found[arm.name] = Proposal()
+        elif served is not None:
+            left = (
+                _merges_left(arm.merge, rows, registry, served, run)
+                if arm.merge is not None
+                else _prompts_left(arm.prompts, rows, registry, served)
+            )
+            if left:
+                found[arm.name] = left[0]
+    return found
+
+
+def _prompts_left(
+    texts: Sequence[str], rows: Sequence[Mapping[str, Any]], registry: Registry, served: ModelVersion
+) -> list[Proposal]:
+    candidates = [registry.get(row["candidate"]) for row in rows]
     tried = {each.system_prompt for each in (served, *candidates) if each.weights_uri == served.weights_uri}
-    left = {name: [text for text in config.prompts_of(name) if text not in tried] for name in config.arm_names}
-    found |= {name: texts[0] for name, texts in left.items() if texts}
-    return {name: found[name] for name in config.arm_names if name in found}  # in their order, which breaks ties
+    return [Proposal(prompt=text) for text in texts if text not in tried]
+
+
+def _merges_left(
+    config: MergeConfig, rows: Sequence[Mapping[str, Any]], registry: Registry, served: ModelVersion, run: Path
+) -> list[Proposal]:
+    """The candidate that gained most comes first.
+
+    Refused though it scored higher: it learned something, but forgot or costs too much, or showed too little. Of one whose
+    verifier was convicted nobody knows what it learned.
+    """
+    merged = [row["merge"] for row in rows if row.get("merge")]
+    tried = {
+        (each["other"], each["share"]) for each in merged if registry.get(each["parent"]).weights_uri == served.weights_uri
+    }
+    gains = {
+        str(row["candidate"]): (row["score_after"] or 0.0) - (row["score_before"] or 0.0)
+        for row in rows
+        if row["verdict"] == "refused" and not row["evidence"].get("integrity", {}).get("alarm")
+    }
+    better = sorted((name for name, gain in gains.items() if gain > 0), key=lambda name: -gains[name])
+    others = [each for each in better if _was_trained_from(served, registry.get(each), registry, run)]
+    return [
+        Proposal(merge=MergePlan(served.version_id, other, share))
+        for other in others
+        for share in config.shares
+        if (other, share) not in tried
+    ]
+
+
+def _was_trained_from(served: ModelVersion, candidate: ModelVersion, registry: Registry, run: Path) -> bool:
+    """Whether training, and no other merge, lies between the two, and the weights of both are still there."""
+    if candidate.weights_uri == served.weights_uri or candidate.base_model != served.base_model:
+        return False
+    if not all((run / each.weights_uri).is_dir() for each in (served, candidate)):
+        return False  # somebody needed the room
+    for version in registry.lineage(candidate.version_id):
+        if version.weights_uri == served.weights_uri:
+            return True
+        if version.merged_id is not None:
+            return False
+    return False
 
 
 def choose(
@@ -72,7 +160,7 @@ def choose(
 def told(choice: Choice) -> str:
     """The choice in a sentence."""
     if not choice.values:
-        return "every prompt was tried over these weights, and there is no other arm"
+        return "no arm has anything left to try over these weights: no prompt, and no merge"
     best = choice.values[0]
     if not best.tries:
         return f"{choice.arm} was not tried on this suite yet" if choice.arm != NOTHING else "no arm can be paid for"

@@ -1,17 +1,18 @@
 """DECIDE: whether this cycle trains at all.
 
-Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START, or MEASURE where a system prompt is tried,
-which trains nothing, or WATCH where nothing would be bought: the suite is saturated, its verifier was convicted by a gold audit
-and has not been repaired since, or no way of getting better is worth its price.
+Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START; or MEASURE where a system prompt is tried,
+and MERGE where weights are merged, which train nothing; or WATCH where nothing would be bought: the suite is saturated, its
+verifier was convicted by a gold audit and has not been repaired since, or no way of getting better is worth its price.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from evergrad.evals import SATURATED_ABOVE, is_saturated
 from evergrad.ledger import NOTHING
-from evergrad.loop._choosing import choose, evidence, open_arms, told
+from evergrad.loop._choosing import Proposal, choose, evidence, open_arms, told
 from evergrad.loop._folder import Stage
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
@@ -24,7 +25,7 @@ URGENT = frozenset({"contract", "fall"})
 async def decide(session: Session) -> Decision:
     """The first stage of each cycle."""
     state, suite = session.state, session.suite(session.state.deployed)
-    state.arm = None
+    state.arm, state.merge = None, {}
     serves = session.registry.resolve(PRODUCTION)
     state.system_prompt = session.registry.get(serves).system_prompt if serves is not None else ""
     why = session.distrust(state.deployed)
@@ -45,17 +46,27 @@ async def decide(session: Session) -> Decision:
         return _told(session, Decision(Stage.WATCH, "retired", text, _evidence(session)))
     if state.cycle == 1:
         return Decision(Stage.WARM_START, "train", state.trigger, _evidence(session))
-    arms = open_arms(session.config, state, session.registry, suite)
+    arms = open_arms(session.config, state, session.registry, suite, session.folder.path)
     choice = choose(session.config, state, suite, session.spent_usd(), list(arms), urgent=bool(urgent))
     figures = {**_evidence(session), **evidence(choice)}
     if choice.arm == NOTHING:
         return _told(session, Decision(Stage.WATCH, NOTHING, told(choice), figures))
-    state.arm, prompt = choice.arm, arms[choice.arm]
-    if not prompt:
-        return Decision(Stage.WARM_START, "train", f"{state.trigger}: {told(choice)}", figures)
-    state.system_prompt = prompt
-    session.event(f"cycle {state.cycle} tries a system prompt, and trains nothing: {prompt.splitlines()[0][:80]}")
-    return Decision(Stage.MEASURE, "prompt", f"{state.trigger}: {told(choice)}", {**figures, "system_prompt": prompt})
+    state.arm = choice.arm
+    return _tries(session, arms[choice.arm], f"{state.trigger}: {told(choice)}", figures)
+
+
+def _tries(session: Session, proposal: Proposal, why: str, figures: dict[str, Any]) -> Decision:
+    """The way of the arm that was chosen."""
+    state, prompt, merge = session.state, proposal.prompt, proposal.merge
+    if merge is not None:
+        state.merge = dataclasses.asdict(merge)
+        session.event(f"cycle {state.cycle} tries a merge, and trains nothing: {merge.told}")
+        return Decision(Stage.MERGE, "merge", why, {**figures, "merge": dict(state.merge)})
+    if prompt:
+        state.system_prompt = prompt
+        session.event(f"cycle {state.cycle} tries a system prompt, and trains nothing: {prompt.splitlines()[0][:80]}")
+        return Decision(Stage.MEASURE, "prompt", why, {**figures, "system_prompt": prompt})
+    return Decision(Stage.WARM_START, "train", why, figures)
 
 
 def last_score(session: Session, suite: str) -> dict[str, Any] | None:

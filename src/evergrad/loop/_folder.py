@@ -38,6 +38,7 @@ class Stage(StrEnum):
     DECIDE = "decide"
     WARM_START = "warm_start"
     LEARN = "learn"
+    MERGE = "merge"
     MEASURE = "measure"
     RELEASE = "release"
     WATCH = "watch"
@@ -72,6 +73,8 @@ class LoopState:
     """Which of the configured ways this cycle tries; ``None`` for the first cycle, and for trials."""
     system_prompt: str = ""
     """Of this cycle's candidate: the one that is tried, or else that of the version that it is trained from."""
+    merge: dict[str, Any] = field(default_factory=dict)
+    """What this cycle merges, where it does: the ids ``parent`` and ``other``, and the ``share`` of the way between them."""
     trigger_kinds: list[str] = field(default_factory=list)
     """By name, what set this cycle off."""
     deployed: dict[str, Any] = field(default_factory=dict)

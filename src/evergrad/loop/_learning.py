@@ -32,6 +32,7 @@ from evergrad.loop._gold_audit import audited_figures, audits_training, distrust
 from evergrad.loop._measuring import introduce
 from evergrad.loop._playing import play
 from evergrad.loop._prompting import TaskChoice
+from evergrad.loop._registering import register_trained
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop._spending import Stop, no_longer_pays
@@ -79,7 +80,7 @@ async def warm_start(session: Session) -> Decision:
                 session.safe_point()
     await session.publish()
     await session.checkpoint()
-    version = await session.register("sft", session.contracts())
+    version = await register_trained(session, "sft")
     if session.registry.resolve(PRODUCTION) in (None, version.version_id):
         await introduce(session, version)
     losses = [step["loss"] for step in state.steps if (step["kind"], step["cycle"]) == ("sft", state.cycle)]

@@ -1,7 +1,7 @@
 """MEASURE: what will be ruled is announced, candidate and incumbent are measured, the gate rules, the alias moves.
 
-Consumes the weights that LEARN left; waits for paired evaluations on every suite; a promotion unblocks serving. With a canary
-the alias does not move here: the verdict begins a release, which RELEASE carries out.
+Consumes the weights that LEARN or MERGE left; waits for paired evaluations on every suite; a promotion unblocks serving. With a
+canary the alias does not move here: the verdict begins a release, which RELEASE carries out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from evergrad.loop._certifying import certify
 from evergrad.loop._folder import Stage, write_json
 from evergrad.loop._gold_audit import audits_task, convict_by_verdict
 from evergrad.loop._playing import require_alive
+from evergrad.loop._registering import register_prompt, register_trained
 from evergrad.loop._releasing import begin_release
 from evergrad.loop._scores import keep_row, score_row, task_costs, task_seconds
 from evergrad.loop._serving import PRODUCTION
@@ -48,7 +49,7 @@ async def measure(session: Session) -> Decision:
         session.event(told)
         return Decision(Stage.WATCH, "nothing new", told)
     incumbent = _incumbent(session, candidate)
-    if session.config.prompts_of(state.arm) and candidate.weights_uri != incumbent.weights_uri:
+    if _tries_prompt(session) and candidate.weights_uri != incumbent.weights_uri:
         told = f"{candidate.version_id} is a prompt over weights that serve no more: {incumbent.version_id} took their place"
         session.event(told)
         return Decision(Stage.WATCH, "nothing new", told)
@@ -97,12 +98,18 @@ async def measure(session: Session) -> Decision:
 
 
 async def _candidate(session: Session) -> ModelVersion:
-    """What this cycle has made: a system prompt over the weights that serve, or the weights that LEARN left."""
+    """What this cycle has made: a system prompt over the weights that serve, or what MERGE or LEARN left."""
     state = session.state
-    if session.config.prompts_of(state.arm):
-        return session.register_prompt(session.contracts())
+    if _tries_prompt(session):
+        return register_prompt(session)
+    if state.merge:
+        return session.registry.get(session.version_id("merge"))
     learned = any(step["kind"] == "rl" and step["cycle"] == state.cycle for step in state.steps)
-    return await session.register("rl" if learned else "sft", session.contracts())
+    return await register_trained(session, "rl" if learned else "sft")
+
+
+def _tries_prompt(session: Session) -> bool:
+    return any(arm.prompts for arm in session.config.arms if arm.name == session.state.arm)
 
 
 def _serves_already(session: Session, candidate: ModelVersion) -> bool:
@@ -244,6 +251,7 @@ def _record_cycle(
             "trigger": state.trigger,
             "arm": state.arm,
             "system_prompt": state.system_prompt,
+            "merge": dict(state.merge) or None,
             "suite": suite,
             "score_before": before[suite].mean,
             "score_after": after[suite].mean,

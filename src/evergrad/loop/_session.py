@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
-import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from evergrad.envs import Taskset, content_hash
+from evergrad.envs import Taskset
 from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import EnergyMeter, Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
@@ -349,13 +347,14 @@ class Session:
 
     async def _prove(self, policy_version: int) -> None:
         """The engine scores a probe as the trainer does, or the run stops: wrong weights never make a rollout."""
-        probe = self._probe_tokens()
-        ours, theirs = await self.trainer.logprobs(probe), await self.engine.logprobs(probe)
-        require_equal(ours, theirs, f"after update {policy_version}")
+        probe = await self.probe()
+        require_equal(probe["logprobs"], await self.engine.logprobs(probe["token_ids"]), f"after update {policy_version}")
 
-    def _probe_tokens(self) -> list[int]:
+    async def probe(self) -> dict[str, Any]:
+        """A few tokens, ``token_ids``, and how the trainer scores them, ``logprobs``."""
         task = self.training_task(self.state.deployed, 0)
-        return list(self.renderer.prompt(task.prompt))[-PROBE_TOKENS:]
+        token_ids = list(self.renderer.prompt(task.prompt))[-PROBE_TOKENS:]
+        return {"token_ids": token_ids, "logprobs": await self.trainer.logprobs(token_ids)}
 
     def require_holder(self, client: InferenceClient, version: ModelVersion) -> None:
         """
@@ -394,64 +393,6 @@ class Session:
     def version_id(self, note: str) -> str:
         return f"{self.config.name}-c{self.state.cycle}-{note}"
 
-    async def register(self, note: str, contracts: Mapping[str, str]) -> ModelVersion:
-        """Exports the trainer's weights as a version; entering it again after a crash gives the same one.
-
-        How the trainer scores a probe is kept with it, so that whoever loads the version can prove that it did.
-        """
-        version_id = self.version_id(note)
-        if version_id in (known.version_id for known in self.registry.list()):
-            return self.registry.get(version_id)
-        uri = f"versions/{version_id}"
-        if not (self.folder.path / uri).exists():
-            with self.clock.phase("store"):
-                await self.trainer.export(str(self.folder.path / uri))
-        probe = self._probe_tokens()
-        parent = self.version_id("sft") if note != "sft" else self.registry.resolve(PRODUCTION)
-        version = ModelVersion(
-            version_id=version_id,
-            parent_id=parent,
-            policy_version=self.state.policy_version,
-            weights_uri=uri,
-            base_model=self.config.model,
-            recipe_hash=hashlib.sha256(self.recipe.model_dump_json().encode()).hexdigest()[:16],
-            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            metadata={
-                "contracts": dict(contracts),
-                "suite": self.suite(self.state.deployed),
-                "cycle": self.state.cycle,
-                "trigger": self.state.trigger,
-                "probe": {"token_ids": probe, "logprobs": await self.trainer.logprobs(probe)},
-            },
-            system_prompt=self.state.system_prompt,
-        )
-        return self.registry.register(version)
-
-    def register_prompt(self, contracts: Mapping[str, str]) -> ModelVersion:
-        """The weights that serve, with this cycle's system prompt, as a version; after a crash it is the same one again."""
-        version_id = self.version_id("prompt")
-        if version_id in (known.version_id for known in self.registry.list()):
-            return self.registry.get(version_id)
-        parent = self.registry.find(PRODUCTION)
-        recipe = content_hash({"weights": parent.recipe_hash, "system_prompt": self.state.system_prompt})
-        metadata = {
-            "contracts": dict(contracts),
-            "suite": self.suite(self.state.deployed),
-            "cycle": self.state.cycle,
-            "trigger": self.state.trigger,
-            "probe": parent.metadata.get("probe"),
-        }
-        prompted = replace(
-            parent,
-            version_id=version_id,
-            parent_id=parent.version_id,
-            recipe_hash=recipe,
-            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            metadata=metadata,
-            system_prompt=self.state.system_prompt,
-        )
-        return self.registry.register(prompted)
-
     async def follow(self) -> None:
         """Serves what ``production`` points at; a move of the alias that this run did not make is told."""
         version, known = await self.serving.follow(), self.state.serving
@@ -459,7 +400,7 @@ class Session:
             return
         self.state.serving = version.version_id
         move = self.registry.history(PRODUCTION)[-1]
-        own = version.version_id in map(self.version_id, ("rl", "sft", "prompt"))
+        own = version.version_id in map(self.version_id, ("rl", "sft", "prompt", "merge"))
         by_gate = move.action != "rollback" and not move.verdict.get("evidence", {}).get("by_hand")
         if known is not None and not (own and by_gate):
             self.event(f"{PRODUCTION} was moved by hand: {known} → {version.version_id} ({move.action}: {move.reason})")

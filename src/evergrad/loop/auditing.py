@@ -31,7 +31,17 @@ from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
 from evergrad.loop._folder import LoopState, read_state
 from evergrad.loop._scores import p_of_so_few, row_of, task_costs, task_seconds
-from evergrad.loop.certificate import code_hash, config_hash, folder_hash, installation, own_public_key, statement, verify
+from evergrad.loop.certificate import (
+    code_hash,
+    config_hash,
+    folder_hash,
+    installation,
+    merge_of,
+    own_public_key,
+    statement,
+    verify,
+    weighed,
+)
 from evergrad.registry import AliasEvent, Registry
 from evergrad.types import EvalReport, EvergradError, Verdict, plain, strict_json
 
@@ -190,14 +200,15 @@ def _says(run: Path, content: Mapping[str, Any]) -> Told:
     """Whether the words and figures for people are those of the verdict on record, its plan and its candidate."""
     recorded, plan, hashes = _recorded(run, content), plan_from_json(content["plan"]), content["hashes"]
     with Registry(run / "registry.sqlite") as registry:
-        recipe = registry.get(recorded.candidate_id).recipe_hash
+        candidate = registry.get(recorded.candidate_id)
     found = {
         **plain(statement(recorded, plan), "null"),
         "plan": recorded.evidence["plan_hash"],
         "suites": plan.suites,
         "reports": recorded.evidence["reports"],
-        "weights": sorted({recorded.candidate_id, str(recorded.incumbent_id)}),
-        "recipe": recipe,
+        "merge": merge_of(candidate),
+        "weights": sorted(weighed(candidate, str(recorded.incumbent_id))),
+        "recipe": candidate.recipe_hash,
         "price book": plan.price_book,
     }
     said = {

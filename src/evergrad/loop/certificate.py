@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.evals import Plan, content_hash
-from evergrad.types import EvergradError, InputError, Verdict, plain, strict_json
+from evergrad.types import EvergradError, InputError, ModelVersion, Verdict, plain, strict_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -48,6 +48,20 @@ _EFFECT = (
 
 class CertificateError(EvergradError):
     """A certificate that is broken, or was not signed by whom it should."""
+
+
+def merge_of(candidate: ModelVersion) -> dict[str, Any] | None:
+    """Of which two versions the candidate's weights were merged; ``None`` where they were not."""
+    if candidate.merged_id is None:
+        return None
+    return {"parent": candidate.parent_id, "other": candidate.merged_id, "share": candidate.metadata["merged_share"]}
+
+
+def weighed(candidate: ModelVersion, incumbent_id: str) -> list[str]:
+    """Ids of the versions whose weights a certificate names by their hash: the two that were compared, and the parents of a
+    merge."""
+    parents = candidate.parents if candidate.merged_id is not None else ()
+    return list(dict.fromkeys((candidate.version_id, incumbent_id, *parents)))
 
 
 def statement(verdict: Verdict, plan: Plan) -> dict[str, Any]:

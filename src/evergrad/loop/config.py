@@ -251,6 +251,23 @@ class TrialConfig(RecipeConfig):
     cycle: int = Field(ge=1)
 
 
+class MergeConfig(Config):
+    """Weights between those that serve and those of a refused candidate that was trained from them and scored higher."""
+
+    shares: list[float] = Field(min_length=1)
+    """How far from what serves (0) to the refused candidate (1), one a try, each once over the same two."""
+
+    @field_validator("shares")
+    @classmethod
+    def _between(cls, shares: list[float]) -> list[float]:
+        odd = [share for share in shares if not 0 < share < 1]
+        if odd:
+            raise ValueError(f"a share of {odd[0]:g} is no merge: 0 is what serves, 1 the refused candidate; set 0.5")
+        if len(set(shares)) < len(shares):
+            raise ValueError("the same share twice would be the same candidate; leave one of them")
+        return shares
+
+
 class ArmConfig(RecipeConfig):
     """One way of getting better, which competes with the others for the money of each later cycle."""
 
@@ -259,11 +276,13 @@ class ArmConfig(RecipeConfig):
     prompts: list[str] = Field(default_factory=list)
     """Texts to add to the system message, one a try, over the weights that serve: an arm that has any trains nothing. A single
     word that ends in ``.txt`` or ``.md`` is the path of a file with the text."""
+    merge: MergeConfig | None = None
+    """Merges to try, such as ``{ shares = [0.5, 0.8] }``: an arm that has any trains nothing."""
 
     @model_validator(mode="before")
     @classmethod
     def _trains_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or not data.get("prompts"):
+        if not isinstance(data, Mapping) or not (data.get("prompts") or data.get("merge")):
             return data
         given = {key: data.get(key) or {} for key in _NO_TRAINING}
         return {**data, **{key: {**_NO_TRAINING[key], **own} for key, own in given.items() if isinstance(own, Mapping)}}
@@ -277,11 +296,12 @@ class ArmConfig(RecipeConfig):
         return texts
 
     @model_validator(mode="after")
-    def _prompts_alone(self) -> ArmConfig:
-        if self.prompts and (self.warm_start.demonstrations or self.warm_start.replay or self.rl.steps):
-            raise ValueError(
-                f"arm '{self.name}' has prompts and a recipe, so nobody could tell which of them helped; make two arms of it"
-            )
+    def _one_thing_alone(self) -> ArmConfig:
+        recipe = self.warm_start.demonstrations or self.warm_start.replay or self.rl.steps
+        has = [what for what, given in (("prompts", self.prompts), ("a merge", self.merge)) if given]
+        if has and len(has) + bool(recipe) > 1:
+            told = " and ".join([*has, *(["a recipe"] if recipe else [])])
+            raise ValueError(f"arm '{self.name}' has {told}, so nobody could tell which of them helped; make an arm of each")
         return self
 
 
@@ -473,6 +493,10 @@ class RunConfig(Config):
             )
         if self.arms and self.adapt is not None:
             raise ValueError("arms take the place of adapt; make it one of them, or leave it out")
+        if self.trainer.method == "lora" and self.trainer.lora.dora and any(arm.merge for arm in self.arms):
+            raise ValueError(
+                "adapters with DoRA cannot be merged; set trainer.lora.dora = false, or leave the arm with a merge out"
+            )
         twice = [cycle for cycle, count in Counter(each.cycle for each in self.trials).items() if count > 1]
         if twice:
             raise ValueError(f"trials has two recipes for cycle {twice[0]}; leave one of them")
@@ -545,13 +569,10 @@ class RunConfig(Config):
         return any(each.cycle == cycle for each in self.trials)
 
     @property
-    def arm_names(self) -> list[str]:
-        """What a later cycle can try; the one recipe there is, where no arms are named."""
-        return [arm.name for arm in self.arms] or ["adapt"]
-
-    def prompts_of(self, arm: str | None) -> list[str]:
-        """The system prompts that an arm tries; none for one that trains."""
-        return next((each.prompts for each in self.arms if each.name == arm), [])
+    def ways(self) -> list[ArmConfig]:
+        """What a later cycle can try; the one recipe there is, as ``adapt``, where no arms are named."""
+        recipe = self.adapt or self.learn
+        return self.arms or [ArmConfig(name="adapt", warm_start=recipe.warm_start, rl=recipe.rl)]
 
     def recipe(self, cycle: int, arm: str | None = None) -> RecipeConfig:
         """The recipe of a cycle, counted from 1, that tries ``arm``."""

@@ -8,10 +8,13 @@ One cycle, and the room each stop lies in::
                             inference            promote
 
     DECIDE      consumes the trigger;               waits for nothing;       unblocks WARM_START, MEASURE where a prompt is
-                                                                             tried, or WATCH where neither would buy anything.
+                                                                             tried, MERGE where two versions are merged, or
+                                                                             WATCH where nothing would buy anything.
     WARM_START  consumes demonstrations;            waits for the trainer;   unblocks LEARN by publishing version 1.
     LEARN       consumes tasks, then batches;       waits for slots, then    unblocks itself: each update frees slots.
                 see ``_learning.py``                for whole batches;
+    MERGE       consumes the weights of two         waits for nothing;       unblocks MEASURE by publishing what lies between
+                versions;                                                    them; only where an arm merges.
     MEASURE     consumes the last weights;          waits for paired evals;  unblocks serving by moving the alias,
                                                                              or RELEASE by beginning one.
     RELEASE     consumes live rollouts;             waits for outcomes;      unblocks serving as MEASURE does; only there
@@ -41,6 +44,7 @@ from evergrad.loop._deciding import decide
 from evergrad.loop._folder import LoopState, RunFolder, Stage
 from evergrad.loop._learning import learn, warm_start
 from evergrad.loop._measuring import measure
+from evergrad.loop._merging import merge
 from evergrad.loop._releasing import announce_release, release
 from evergrad.loop._replicas import Restarts
 from evergrad.loop._reporting import Reporter, rebuild_report
@@ -210,6 +214,7 @@ async def _turn_cycles(session: Session) -> None:
         Stage.DECIDE: decide,
         Stage.WARM_START: warm_start,
         Stage.LEARN: learn,
+        Stage.MERGE: merge,
         Stage.MEASURE: measure,
         Stage.RELEASE: release,
         Stage.WATCH: watch,

@@ -3,7 +3,8 @@
 ::
 
     DECIDE ──▶ WARM_START ──▶ LEARN ──▶ MEASURE ──▶ (RELEASE) ──▶ WATCH ──▶ DECIDE of the next cycle, or DONE
-       ├───── a system prompt to try ────▶ ┘                       ▲
+       ├───── weights to merge ─▶ MERGE ─▶ ┤                       ▲
+       ├───── a system prompt to try ────▶ ┘                       │
        └───────────────────── nothing to try ────────────────────▶ ┘
 
 Each stage ends in one :class:`Decision`. The decision and the move that it makes are saved in one write of ``state.json``, so

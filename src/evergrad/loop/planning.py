@@ -93,7 +93,7 @@ def plan_budget(run: Path, budget_usd: float, *, anew: bool = False, overrides: 
     options = [_option(amount, overhead, usd_per_step, begin, forecast, config.worth) for amount in budgets]
     suite = Taskset(config.environment.name, state.deployed).suite
     with Registry(run / "registry.sqlite") as registry:
-        choice = choose(config, state, suite, None, list(open_arms(config, state, registry, suite)))
+        choice = choose(config, state, suite, None, list(open_arms(config, state, registry, suite, run)))
     recommended = _recommended(budget_usd, overhead, begin, forecast, config)
     return SpendingPlan(
         run=str(run),

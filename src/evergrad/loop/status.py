@@ -120,6 +120,7 @@ def _doing(config: RunConfig, state: LoopState) -> str:
         Stage.DECIDE: "deciding whether this cycle trains",
         Stage.WARM_START: f"supervised steps, {state.step} done and saved",
         Stage.LEARN: f"reinforcement learning, {state.step} of up to {recipe.rl.steps} steps",
+        Stage.MERGE: "merging the weights that serve with refused ones",
         Stage.MEASURE: f"measuring the candidate {version} and what serves, on the same tasks",
         Stage.RELEASE: f"the canary of {version}",
         Stage.WATCH: f"watching live traffic, {config.watch.requests} requests a check",
@@ -135,9 +136,10 @@ def _following(run: Path, config: RunConfig, state: LoopState, running: str) -> 
         return "'evergrad loop resume' goes on from here"
     last = state.cycle >= config.budget.cycles
     return {
-        Stage.DECIDE: "supervised steps, a system prompt to measure, or live traffic where neither would buy anything",
+        Stage.DECIDE: "supervised steps, a system prompt or a merge to measure, or live traffic where none would buy anything",
         Stage.WARM_START: "reinforcement learning",
         Stage.LEARN: "the candidate is measured against what serves",
+        Stage.MERGE: "the candidate is measured against what serves",
         Stage.MEASURE: "the gate's ruling, then live traffic",
         Stage.RELEASE: "the whole of the traffic for it, or a rollback",
         Stage.WATCH: "the run ends after this" if last else f"cycle {state.cycle + 1}, at the next trigger",
