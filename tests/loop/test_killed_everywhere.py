@@ -74,15 +74,16 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def test_killed_in_every_state_it_decides_the_same_and_is_billed_once(undisturbed: Path, config: Path, start: Start) -> None:
     run = config.parent / "killed"
-    assert kill_in_every_state(config, run, start) == {stage.value for stage in Stage} - {"done"}
+    assert kill_in_every_state(config, run, start) == {stage.value for stage in Stage} - {"merge", "done"}
     assert decisions(run) == decisions(undisturbed)
     assert result(run) == result(undisturbed)
     assert_billed_once(run, undisturbed)
     assert half_written(run) == []
 
 
-def kill_in_every_state(config: Path, run: Path, start: Start) -> set[str]:
-    """Runs to the end, killed once in each state where it is first seen there; the states in which it was."""
+def kill_in_every_state(config: Path, run: Path, start: Start, cycle: int | None = None) -> set[str]:
+    """Runs to the end, killed once in each state, of ``cycle`` or of any, where it is first seen there; the states in which it
+    was."""
     killed = set[str]()
     process = start("loop", "run", str(config), "--run-dir", str(run))
     deadline = time.monotonic() + PATIENCE_S
@@ -90,8 +91,9 @@ def kill_in_every_state(config: Path, run: Path, start: Start) -> set[str]:
         assert time.monotonic() < deadline, f"stuck in {state_of(run)['stage']} after {sorted(killed)}"
         # Before anything is saved the first state has begun as soon as the stores are there.
         begun = (run / "registry.sqlite").exists()
-        stage = state_of(run)["stage"]
-        if begun and stage not in killed and stage != Stage.DONE.value:
+        state = state_of(run)
+        stage = state["stage"]
+        if begun and stage not in killed and stage != Stage.DONE.value and cycle in (None, state["cycle"]):
             kill(process)
             killed.add(stage)
             process = start("loop", "run", str(config), "--run-dir", str(run))
