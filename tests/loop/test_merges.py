@@ -224,7 +224,7 @@ def run(written: Path, start: Start) -> Path:
 
 @pytest.mark.slow
 def test_between_what_forgets_and_what_has_not_learned_lies_what_is_promoted(run: Path) -> None:
-    forgetful, near, promoted, after = json.loads((run / "report.json").read_text())["cycles"]
+    _, forgetful, near, promoted, after = json.loads((run / "report.json").read_text())["cycles"]
     assert (forgetful["arm"], forgetful["verdict"], forgetful["score_after"]) == ("forgetful", "refused", 1.0)
     assert forgetful["other_suites"]["letters@v1"]["after"] == 0.0
     assert [(each["arm"], each["verdict"]) for each in (near, promoted)] == [("merged", "refused"), ("merged", "promoted")]

@@ -13,7 +13,7 @@ from torch import Tensor
 from evergrad.training import LossConfig, TrainerError
 from evergrad.training.merging import merge_exports
 from evergrad.training.trainer import Trainer
-from evergrad.transfer import TransferError, load_adapter, load_tensors
+from evergrad.transfer import TransferError, load_adapter, load_tensors, merged_tensors
 from evergrad.transfer.adapters import LoraPart, lora_parts
 from evergrad.transfer.files import write_safetensors
 from tests.training.conftest import make_batch
@@ -107,6 +107,8 @@ def test_a_trainer_goes_on_from_a_merge_and_every_layer_can_still_learn(pair: Pa
     again, merged = load_tensors(tmp_path / "again"), load_tensors(tmp_path / "merged")
     assert all(torch.equal(tensor, again[name]) for name, tensor in merged.items())
     if method == "lora":
+        served = dict(merged_tensors(load_tensors(model_folder), tmp_path / "merged"))
+        assert all(torch.equal(tensor, served[name]) for name, tensor in trainer.named_weights()), "an engine has the same"
         assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == json.loads(
             (tmp_path / "merged" / "adapter_config.json").read_text()
         )
