@@ -87,6 +87,13 @@ def test_status_says_what_is_done_decided_spent_and_next(run: Path) -> None:
     assert "maintenance" in status_of(run).following
 
 
+def test_status_names_what_is_merged(run: Path) -> None:
+    state = json.loads((run / "state.json").read_text())
+    state |= {"stage": "merge", "step": 0, "merge": {"parent": "t-c1-rl", "other": "t-c2-rl", "share": 0.5}}
+    (run / "state.json").write_text(json.dumps(state))
+    assert status_of(run).doing == "merging weights 50% of the way from t-c1-rl to t-c2-rl"
+
+
 def test_the_commands_show_pause_and_explain(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["loop", "status", "--run", str(run)]) == 0
     assert "#2 in cycle 1, warm_start: warmed up" in capsys.readouterr().out

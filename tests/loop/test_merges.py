@@ -264,6 +264,7 @@ def test_its_certificate_holds_and_names_both_parents(run: Path) -> None:
 def test_people_are_told_what_it_is_and_can_take_it_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = [each["event"] for each in json.loads((run / "report.json").read_text())["timeline"]]
     assert any("tries a merge, and trains nothing: 75% of the way from" in each for each in told)
+    assert "merged: 75.0% of the way from" in (run / "report.html").read_text()
     assert command(["loop", "explain", "--run", str(run)]) == 0
     assert "75% of the way from" in capsys.readouterr().out.replace("\n", " ")
     assert command(["model", "show", "t-c4-merge", "--run", str(run)]) == 0

@@ -40,6 +40,8 @@ def whole(text: str = "support_desk@v1/gate") -> dict[str, Any]:
                 "ci95": [0.39, 0.57],
                 "n": 96,
                 "verdict": "promoted",
+                "arm": text,
+                "merge": {"parent": text, "other": text, "share": 0.5},
                 "reasons": [text],
                 "evidence": {"p_value": math.nan},
                 "usd": Decimal("0.0123"),

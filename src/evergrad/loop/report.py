@@ -10,9 +10,9 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     ``trigger``, ``suite``, ``score_before``, ``score_after``, ``ci95`` (of the paired difference), ``n`` (pairs), ``verdict``
     (``promoted`` or ``refused``; with a canary ``passed``, and when that has ended ``promoted`` or ``rolled back``),
     ``reasons``, ``usd`` (of this cycle until then), ``other_suites`` (name → ``{before, after}``: what must not be forgotten),
-    ``arm`` (which way of getting better it tried), ``error_reduction`` (share of the errors that are gone), ``candidate``,
-    ``incumbent``, ``evidence``, ``release`` (how the canary ended: ``share``, ``actor``, ``reason``,
-    ``evidence``).
+    ``arm`` (which way of getting better it tried), ``merge`` (``parent``, ``other``, ``share``; ``null`` where nothing was
+    merged), ``error_reduction`` (share of the errors that are gone), ``candidate``, ``incumbent``, ``evidence``, ``release``
+    (how the canary ended: ``share``, ``actor``, ``reason``, ``evidence``).
 ``cost``
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
 ``budget``
@@ -330,7 +330,7 @@ def _cycle_table(data: Data) -> str:
         rows.append(
             [
                 str(number),
-                _e(row.get("trigger")) + _others(row),
+                _e(row.get("trigger")) + _tried(row) + _others(row),
                 percent(row.get("score_before")),
                 percent(row.get("score_after")),
                 f"<b>{percent(gain, signed=True)}</b> <small>{_interval(row.get('ci95'), percent, signed=True)}</small>",
@@ -343,6 +343,15 @@ def _cycle_table(data: Data) -> str:
     return _table(
         ["#", "Trigger", "Before", "After", "Gain, 95% interval", "Pairs", "Verdict", "Cost"], rows, numeric=(2, 3, 4, 5, 7)
     )
+
+
+def _tried(cycle: Data) -> str:
+    """Which arm the cycle took, and what it merged; nothing where there was no choice."""
+    if not cycle.get("arm"):
+        return ""
+    merge = cycle.get("merge")
+    told = f": {percent(merge.get('share'))} of the way from {merge.get('parent')} to {merge.get('other')}" if merge else ""
+    return f"<br><small>{_e(cycle['arm'])}{_e(told)}</small>"
 
 
 def _others(cycle: Data) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from evergrad.config import parse_config
 from evergrad.ledger import Ledger
+from evergrad.loop._choosing import MergePlan
 from evergrad.loop._folder import LoopState, Stage, read_state
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop.config import RunConfig
@@ -120,7 +121,7 @@ def _doing(config: RunConfig, state: LoopState) -> str:
         Stage.DECIDE: "deciding whether this cycle trains",
         Stage.WARM_START: f"supervised steps, {state.step} done and saved",
         Stage.LEARN: f"reinforcement learning, {state.step} of up to {recipe.rl.steps} steps",
-        Stage.MERGE: "merging the weights that serve with refused ones",
+        Stage.MERGE: f"merging weights {MergePlan(**state.merge).told}" if state.merge else "",
         Stage.MEASURE: f"measuring the candidate {version} and what serves, on the same tasks",
         Stage.RELEASE: f"the canary of {version}",
         Stage.WATCH: f"watching live traffic, {config.watch.requests} requests a check",
