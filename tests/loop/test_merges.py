@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,16 @@ from evergrad.registry import Registry
 from evergrad.service.cli import command
 from evergrad.types import ModelVersion
 from tests.loop.conftest import LETTERS, Start, half_written
-from tests.loop.test_killed_everywhere import assert_billed_once, decisions, finish, kill_in_every_state, result, state_of
+from tests.loop.test_killed_everywhere import (
+    PATIENCE_S,
+    assert_billed_once,
+    decisions,
+    finish,
+    kill,
+    kill_in_every_state,
+    result,
+    state_of,
+)
 
 SUITE = "letters@v2"
 
@@ -279,10 +289,28 @@ def test_people_are_told_what_it_is_and_can_take_it_back(run: Path, tmp_path: Pa
 def test_killed_in_every_state_of_its_cycle_it_decides_the_same(run: Path, written: Path, start: Start) -> None:
     killed = written.parent / "killed"
     assert kill_in_every_state(written, killed, start, cycle=4) == {"decide", "merge", "measure", "release", "watch"}
-    assert decisions(killed) == decisions(run)
-    assert result(killed)["verdicts"] == result(run)["verdicts"]
-    assert result(killed)["scores"] == result(run)["scores"]
+    assert_same_run(killed, run)
     assert_billed_once(killed, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["versions/t-c4-merge", "checkpoints/c004-merge-*"])
+def test_killed_between_two_writes_of_the_merge_it_makes_it_once(run: Path, written: Path, start: Start, moment: str) -> None:
+    killed = written.parent / moment.partition("/")[0]
+    process = start("run", str(written), "--run-dir", str(killed))
+    until = time.monotonic() + PATIENCE_S
+    while not list(killed.glob(moment)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    kill(process)
+    finish(start("run", str(written), "--run-dir", str(killed)))
+    assert_same_run(killed, run)
+
+
+def assert_same_run(killed: Path, run: Path) -> None:
+    assert decisions(killed) == decisions(run)
+    assert result(killed) == result(run)
     assert half_written(killed) == []
     with Registry(killed / "registry.sqlite") as registry, Registry(run / "registry.sqlite") as other:
         assert [version.policy_version for version in registry.list()] == [version.policy_version for version in other.list()]
