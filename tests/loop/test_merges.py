@@ -153,14 +153,59 @@ def test_what_was_forgotten_taints_a_merge_through_either_parent(registry: Regis
 
 # ── A whole run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-RUN = f"""
+ENVIRONMENT = '''
+"""Tickets by colour. Contract v1 asks for green ones only; v2 for blue ones, too, of which there is a careless log."""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from evergrad.envs import Environment, EnvironmentConfig, TaskRow, reward
+from evergrad.types import Limits
+
+
+class Tickets(Environment):
+    limits = Limits(max_turns=1, max_tokens_per_turn=4)
+
+    class Config(EnvironmentConfig):
+        log: str = ""
+        """Demonstrations: ``first`` has another answer to blue tickets, ``careless`` the right one, also to most green ones."""
+
+    @classmethod
+    def contracts(cls) -> tuple[str, ...]:
+        return ("v1", "v2")
+
+    @classmethod
+    def contract(cls, contract: str = "v1") -> dict[str, Any]:
+        return {"environment": cls.name, "contract": contract}
+
+    @classmethod
+    def tasks(cls, rng: Random, config: Any) -> Iterator[TaskRow]:
+        while True:
+            colour = "blue" if rng.random() < 0.6 and (config.log or config.contract == "v2") else "green"
+            right = colour[0]
+            if config.log == "first" and colour == "blue":
+                right = "x"
+            if config.log == "careless" and rng.random() < 0.77:
+                right = "b"
+            yield TaskRow(f"ticket {rng.randint(100, 9999)} {colour}", {"right": right})
+
+    @reward
+    async def right(self, answer: str) -> float:
+        return float(answer == self.facts["right"])
+
+    def demonstrate(self) -> list[str]:
+        return [self.facts["right"]]
+'''
+
+RUN = """
 name = "t"
 model = "tiny"
 seed = 5
 
 [environment]
-name = "{LETTERS}"
-settings = {{ contract = "v1" }}
+name = "tickets.py"
+settings = { contract = "v1" }
 
 [budget]
 cycles = 5
@@ -169,9 +214,10 @@ cycles = 5
 threads = 1
 
 [learn.warm_start]
-demonstrations = 160
+demonstrations = 240
 batch_size = 8
 lr = 1e-2
+settings = { log = "first" }
 
 [learn.rl]
 steps = 2
@@ -181,17 +227,17 @@ lr = 1e-9
 
 [[arms]]
 name = "merged"
-merge = {{ shares = [0.5, 0.75] }}
+merge = { shares = [0.25, 0.5] }
 
 [[arms]]
-name = "forgetful"
-warm_start = {{ demonstrations = 160, replay = 8, batch_size = 8, lr = 1e-3 }}
-rl = {{ steps = 0 }}
+name = "careless"
+warm_start = { demonstrations = 480, batch_size = 8, lr = 3e-3, settings = { log = "careless" } }
+rl = { steps = 0 }
 
 [[trials]]
 cycle = 5
-warm_start = {{ demonstrations = 8, batch_size = 8, lr = 1e-9 }}
-rl = {{ steps = 1, groups_per_step = 2, group_size = 4, lr = 1e-9 }}
+warm_start = { demonstrations = 8, batch_size = 8, lr = 1e-9 }
+rl = { steps = 1, groups_per_step = 2, group_size = 4, lr = 1e-9 }
 
 [trainer]
 method = "full"
@@ -212,7 +258,7 @@ outcomes = 4
 
 [[traffic.changes]]
 after_cycle = 1
-settings = {{ contract = "v2" }}
+settings = { contract = "v2" }
 """
 
 
@@ -220,6 +266,7 @@ settings = {{ contract = "v2" }}
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("merges") / "run.toml"
     path.write_text(RUN)
+    path.with_name("tickets.py").write_text(ENVIRONMENT)
     return path
 
 
@@ -234,21 +281,22 @@ def run(written: Path, start: Start) -> Path:
 
 @pytest.mark.slow
 def test_between_what_forgets_and_what_has_not_learned_lies_what_is_promoted(run: Path) -> None:
-    _, forgetful, near, promoted, after = json.loads((run / "report.json").read_text())["cycles"]
-    assert (forgetful["arm"], forgetful["verdict"], forgetful["score_after"]) == ("forgetful", "refused", 1.0)
-    assert forgetful["other_suites"]["letters@v1"]["after"] == 0.0
+    _, careless, near, promoted, after = json.loads((run / "report.json").read_text())["cycles"]
+    assert (careless["arm"], careless["verdict"]) == ("careless", "refused")
+    assert careless["score_before"] < careless["score_after"] < 1.0
+    assert careless["other_suites"]["tickets@v1"] == {"before": 1.0, "after": 0.0}
     assert [(each["arm"], each["verdict"]) for each in (near, promoted)] == [("merged", "refused"), ("merged", "promoted")]
-    parents = {"parent": forgetful["incumbent"], "other": "t-c2-sft"}
-    assert [each["merge"] for each in (near, promoted)] == [{**parents, "share": share} for share in (0.5, 0.75)]
-    assert (promoted["score_before"], promoted["score_after"]) == (0.0, 1.0)
-    assert promoted["other_suites"]["letters@v1"]["after"] == 1.0
+    parents = {"parent": "t-c1-sft", "other": "t-c2-sft"}
+    assert [each["merge"] for each in (near, promoted)] == [{**parents, "share": share} for share in (0.25, 0.5)]
+    assert promoted["score_before"] < promoted["score_after"] == 1.0, "better than both that it lies between"
+    assert promoted["other_suites"]["tickets@v1"]["after"] == 1.0
     assert promoted["release"]["actor"] == "canary"
     assert all(each["usd"] > 0 for each in (near, promoted)), "a try has its price"
     words = [each["stage"] for each in state_of(run)["decisions"] if each["cycle"] == 4]
     assert words == ["decide", "merge", "measure", "release", "watch"]
     with Registry(run / "registry.sqlite") as registry:
         merged = registry.get("t-c4-merge")
-        assert (merged.parents, merged.metadata["merged_share"]) == ((forgetful["incumbent"], "t-c2-sft"), 0.75)
+        assert (merged.parents, merged.metadata["merged_share"]) == (("t-c1-sft", "t-c2-sft"), 0.5)
         assert registry.get("t-c3-merge").recipe_hash != merged.recipe_hash
         # A step of 1e-9 later, training has started from the merged weights and not from the last that were trained.
         assert registry.get("t-c5-sft").parent_id == "t-c4-merge"
@@ -273,10 +321,10 @@ def test_its_certificate_holds_and_names_both_parents(run: Path) -> None:
 @pytest.mark.slow
 def test_people_are_told_what_it_is_and_can_take_it_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = [each["event"] for each in json.loads((run / "report.json").read_text())["timeline"]]
-    assert any("tries a merge, and trains nothing: 75% of the way from" in each for each in told)
-    assert "merged: 75.0% of the way from" in (run / "report.html").read_text()
+    assert any("tries a merge, and trains nothing: 50% of the way from" in each for each in told)
+    assert "merged: 50.0% of the way from" in (run / "report.html").read_text()
     assert command(["loop", "explain", "--run", str(run)]) == 0
-    assert "75% of the way from" in capsys.readouterr().out.replace("\n", " ")
+    assert "50% of the way from" in capsys.readouterr().out.replace("\n", " ")
     assert command(["model", "show", "t-c4-merge", "--run", str(run)]) == 0
     assert "merged with" in capsys.readouterr().out
     copy = shutil.copytree(run, tmp_path / "copy")
