@@ -76,8 +76,8 @@ class RememberingModel:
     def check(self, tensors: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         return dict(tensors)
 
-    def stage(self, tensors: Mapping[str, Any]) -> Staged:
-        return Staged(tensors, {})
+    def stage(self, tensors: Mapping[str, Any], *, full_precision: bool) -> Staged:
+        return Staged(tensors, {}, full_precision)
 
     def bind(self, staged: Staged) -> None:
         self.version += 1

@@ -65,7 +65,7 @@ def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: st
     """
     serves = registry.resolve(PRODUCTION)
     served = None if serves is None else registry.get(serves)
-    rows = [row for row in state.cycles if row["suite"].partition("#")[0] == suite]
+    rows = [] if served is None else [row for row in state.cycles if row["suite"].partition("#")[0] == suite]
     found: dict[str, Proposal] = {}
     for arm in config.ways:
         if not arm.prompts and arm.merge is None:
