@@ -33,7 +33,7 @@ class Publisher(Protocol):
         ...
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Begins to copy a tensor into its view; it must not change before :meth:`finish`."""
+        """Has a tensor copied into its view; it must not change before :meth:`finish`."""
         ...
 
     def written(self, name: str) -> None:

@@ -19,7 +19,7 @@ from evergrad.transfer.layout import Layout, Manifest, TransferError
 from evergrad.transfer.link import Receipt, copy_bytes
 from evergrad.transfer.placements import region
 from evergrad.transfer.plan import Plan
-from evergrad.transfer.proof import checksum, checksum_and_finite, checksum_of_parts, side_by_side
+from evergrad.transfer.proof import checksum, checksum_of_parts, proving, side_by_side
 from evergrad.transfer.shipment import Item, Payload, Shipment, view_of, whole_plan
 from evergrad.transfer.slots import SlotPublisher, SlotReceiver
 from evergrad.transfer.transports import Inbox, open_inbox
@@ -146,7 +146,7 @@ class WireReceiver:
                 self._fetch_in_place(self._routes[0][0], slot)
             else:
                 self._fetch_and_decode(views, before)
-            found = side_by_side(checksum_and_finite, views)
+            found = side_by_side({name: proving(view) for name, view in views.items()})
             self._odd = next((name for name, (_, finite) in found.items() if not finite), None)
             self._arrived = self._slots.finish(version, {name: proof for name, (proof, _) in found.items()})
         finally:
