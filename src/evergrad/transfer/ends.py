@@ -28,8 +28,19 @@ class Publisher(Protocol):
         """All that a receiver needs to attach; JSON values."""
         ...
 
+    @property
+    def slots(self) -> dict[str, Any]:
+        """All that another process of this machine needs to write into the memory of a version, with a ``BoxWriter``."""
+        ...
+
+    @property
+    def writing(self) -> int:
+        """The slot between :meth:`begin` and :meth:`finish`."""
+        ...
+
     def begin(self) -> dict[str, torch.Tensor]:
-        """Views, each to be filled before :meth:`finish`: by :meth:`write`, or by who then calls :meth:`written`."""
+        """Views, each to be filled before :meth:`finish`: by :meth:`write`, or by the caller, who may
+        say so with :meth:`written`."""
         ...
 
     def write(self, name: str, tensor: torch.Tensor) -> None:

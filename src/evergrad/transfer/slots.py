@@ -74,6 +74,11 @@ class SlotPublisher:
         }
 
     @property
+    def slots(self) -> dict[str, Any]:
+        """What :func:`map_slots` needs."""
+        return self.descriptor
+
+    @property
     def writing(self) -> int:
         """The slot between :meth:`begin` and :meth:`finish`.
 
@@ -205,23 +210,8 @@ class SlotReceiver:
         Raises:
             TransferError: the descriptor is malformed, or its publisher is gone.
         """
-        try:
-            if descriptor["format"] != _FORMAT:
-                raise TransferError(f"slot format {descriptor['format']!r} is not {_FORMAT}")
-            self.layout = Layout.from_dict(descriptor["tensors"])
-            if self.layout.hash != descriptor["layout_hash"]:
-                raise TransferError("the layout does not match its hash")
-            places = [(str(slot["path"]), int(slot["inode"])) for slot in descriptor["slots"]]
-            self.link_gb_per_s = float(descriptor["link_gb_per_s"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise TransferError(f"not a slot descriptor: {error!r}") from error
-        self._slots: list[MappedSlot] = []
-        try:
-            for path, inode in places:
-                self._slots.append(MappedSlot(path, inode, self.layout))
-        except TransferError:
-            self.close()
-            raise
+        self.layout, self._slots = map_slots(descriptor)
+        self.link_gb_per_s = float(descriptor["link_gb_per_s"])
         self._live: int | None = None
         self._prepared: Manifest | None = None
         self._verified = False
@@ -344,6 +334,33 @@ class SlotReceiver:
         if self._prepared is None:
             raise TransferError("no version is prepared", hint="call prepare(manifest) first")
         return self._prepared
+
+
+def map_slots(descriptor: Mapping[str, Any], *, writable: bool = False) -> tuple[Layout, list[MappedSlot]]:
+    """The slots of a publisher of this machine.
+
+    Raises:
+        TransferError: the descriptor is malformed, or its publisher is gone.
+    """
+    try:
+        if descriptor["format"] != _FORMAT:
+            raise TransferError(f"slot format {descriptor['format']!r} is not {_FORMAT}")
+        layout = Layout.from_dict(descriptor["tensors"])
+        if layout.hash != descriptor["layout_hash"]:
+            raise TransferError("the layout does not match its hash")
+        places = [(str(slot["path"]), int(slot["inode"])) for slot in descriptor["slots"]]
+        float(descriptor["link_gb_per_s"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TransferError(f"not a slot descriptor: {error!r}") from error
+    mapped: list[MappedSlot] = []
+    try:
+        for path, inode in places:
+            mapped.append(MappedSlot(path, inode, layout, writable))
+    except TransferError:
+        for slot in mapped:
+            slot.close()
+        raise
+    return layout, mapped
 
 
 class _Writable(Protocol):
