@@ -117,18 +117,21 @@ def test_ranks_publish_the_adapter_that_one_rank_does(model_folder: Path, learne
 
 
 def test_a_rank_that_died_costs_no_version_that_is_served(model_folder: Path) -> None:
-    with closing(new_trainer(model_folder, "full", 2)) as trainer, SlotPublisher(trainer.layout()) as publisher:
-        with SlotReceiver(publisher.descriptor) as receiver:
-            receiver.prepare(publish(trainer, publisher, 1))
-            receiver.verify()
-            receiver.commit()
-            before = {name: tensor.clone() for name, tensor in receiver.tensors().items()}
-            (rank,) = psutil.Process().children()
-            rank.kill()
-            with pytest.raises(RanksLost, match=r"rank 1 of the trainer died"):
-                publish(trainer, publisher, 2)
-            assert same(receiver.tensors(), before)
-            publisher.begin()  # nothing is left half written
+    with (
+        closing(new_trainer(model_folder, "full", 2)) as trainer,
+        SlotPublisher(trainer.layout()) as publisher,
+        SlotReceiver(publisher.descriptor) as receiver,
+    ):
+        receiver.prepare(publish(trainer, publisher, 1))
+        receiver.verify()
+        receiver.commit()
+        before = {name: tensor.clone() for name, tensor in receiver.tensors().items()}
+        (rank,) = psutil.Process().children()
+        rank.kill()
+        with pytest.raises(RanksLost, match="rank 1 of the trainer died"):
+            publish(trainer, publisher, 2)
+        assert same(receiver.tensors(), before)
+        publisher.begin()  # nothing is left half written
 
 
 def test_boxes_that_the_ranks_do_not_hold_together_are_refused() -> None:
@@ -143,5 +146,5 @@ def test_boxes_that_the_ranks_do_not_hold_together_are_refused() -> None:
         assert same(views, {name: parameter.detach() for name, parameter in module.named_parameters()})
         writer.close()
         slots = publisher.slots
-    with pytest.raises(TransferError, match="gone|not the publisher's"):
+    with pytest.raises(TransferError, match=r"gone|not the publisher's"):
         BoxWriter(slots, [shards], 0)
