@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -33,12 +33,12 @@ _TIMEOUT_S = 30.0
 _LONGEST_LINE = 4096
 _PROBE = "probe"
 _LEAST_PROBE_BYTES = 16 << 20
-_MOST_PROBE_BYTES = 128 << 20
-_PROBE_S = 0.05
-"""How long one probe is to take at least, where the bytes above allow it."""
+_MOST_PROBE_BYTES = 1 << 30
+_TRIAL_S, _BOUND_S = 0.05, 0.15
+"""How long a probe is to take, where the bytes above allow it: one of each number of connections, and of the one that is kept.
+A connection gets faster for its first hundreds of megabytes."""
 _STREAMS = (1, 2, 4, 8)
-_MORE_PROBES = 2
-"""With the number of connections that was chosen."""
+_BOUNDS = 2
 
 
 class TcpOutbox:
@@ -152,41 +152,50 @@ class TcpInbox:
             raise
 
     def fetch(self, name: str, start: int, into: memoryview) -> None:
-        size = len(into)
-        # Borders at whole chunks, so that each connection's reads are aligned as the sender's writes are.
+        ranges = self._ranges(len(into))
+        self._together([self._pool.submit(self._fetch_range, name, start + at, end - at, into[at:end]) for at, end in ranges])
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ranges(self, size: int) -> list[tuple[int, int]]:
+        """One for each connection. Borders at whole chunks, so that each one's reads are aligned as the sender's writes are."""
         share = -(-size // self.streams // _CHUNK) * _CHUNK or size
-        ranges = [(at, min(at + share, size)) for at in range(0, size, share)] if size else []
-        tasks = [self._pool.submit(self._fetch_range, name, start + at, into[at:end]) for at, end in ranges]
+        return [(at, min(at + share, size)) for at in range(0, size, share)] if size else []
+
+    def _together(self, tasks: list[Future[None]]) -> None:
         errors = [task.exception() for task in tasks]
         for error in errors:
             if error is not None:
                 raise error
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _tune(self) -> None:
         """Measures the link with each number of connections, after one round that wakes both ends and tells how much to ask
-        for; then once more as it will be used."""
-        memory = memoryview(bytearray(_MOST_PROBE_BYTES))
-        rate = self._probed_rate(memory[:_LEAST_PROBE_BYTES])
-        memory = memory[: min(max(int(_PROBE_S * rate), _LEAST_PROBE_BYTES), _MOST_PROBE_BYTES)]
+        for; then for longer as it will be used."""
+        scratch = [memoryview(bytearray(_CHUNK)) for _ in range(max(_STREAMS))]
+        first = self._probe(_LEAST_PROBE_BYTES, scratch)
         rates = {}
         for self.streams in _STREAMS:
-            rates[self.streams] = self._probed_rate(memory)
+            rates[self.streams] = self._probe(int(_TRIAL_S * first), scratch)
         self.streams = max(rates, key=lambda streams: rates[streams])
-        best = max([rates[self.streams], *(self._probed_rate(memory) for _ in range(_MORE_PROBES))])
-        self.link_gb_per_s = best / 1e9
+        rate = rates[self.streams]
+        self.link_gb_per_s = max(rate, *(self._probe(int(_BOUND_S * rate), scratch) for _ in range(_BOUNDS))) / 1e9
 
-    def _probed_rate(self, memory: memoryview) -> float:
-        """Bytes a second of one fetch."""
+    def _probe(self, num_bytes: int, scratch: list[memoryview]) -> float:
+        """Bytes a second of about so many, received into the same little memory again and again."""
+        size = min(max(num_bytes, _LEAST_PROBE_BYTES), _MOST_PROBE_BYTES)
+        ranges = self._ranges(size)
         started = time.perf_counter()
-        self.fetch(_PROBE, 0, memory)
-        return len(memory) / (time.perf_counter() - started)
+        fetch = self._fetch_range
+        self._together(
+            [self._pool.submit(fetch, _PROBE, at, end - at, into) for (at, end), into in zip(ranges, scratch, strict=False)]
+        )
+        return size / (time.perf_counter() - started)
 
-    def _fetch_range(self, name: str, start: int, into: memoryview) -> None:
+    def _fetch_range(self, name: str, start: int, size: int, into: memoryview) -> None:
+        """Over one connection; where ``into`` is smaller than ``size``, it is filled anew."""
         where = f"{self._address[0]}:{self._address[1]}"
-        asked = {"key": self._key, "name": name, "start": start, "stop": start + len(into)}
+        asked = {"key": self._key, "name": name, "start": start, "stop": start + size}
         try:
             with socket.create_connection(self._address, timeout=_TIMEOUT_S) as connection:
                 connection.sendall(json.dumps(asked).encode() + b"\n")
@@ -194,11 +203,12 @@ class TcpInbox:
                     reason = connection.recv(_LONGEST_LINE).decode(errors="replace")
                     raise TransferError(reason or "the publisher closed the connection", where=where)
                 got = 0
-                while got < len(into):
-                    count = connection.recv_into(into[got:])
+                while got < size:
+                    at = got % len(into)
+                    count = connection.recv_into(into[at : at + size - got])
                     if not count:
                         raise TransferError(
-                            f"payload '{name}' broke off after {got} of {len(into)} bytes",
+                            f"payload '{name}' broke off after {got} of {size} bytes",
                             where=where,
                             hint="the publisher went on to another version, or ended; ask for the newest",
                         )
