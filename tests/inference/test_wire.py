@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -151,12 +151,13 @@ async def test_a_grammar_that_broke_off_goes_on_where_it_was(http: httpx.AsyncCl
 
 
 async def test_an_adapter_is_a_model_from_its_loading_to_its_dropping(
-    http: httpx.AsyncClient, texts: openai.AsyncOpenAI, model_folder: Path, tmp_path: Path
+    server: Server, http: httpx.AsyncClient, texts: openai.AsyncOpenAI, model_folder: Path, tmp_path: Path
 ) -> None:
     folder = make_adapter(model_folder, tmp_path / "adapter", 3)
     prompt, params = list(prompt_of(20)), {"max_tokens": 8, "seed": 1}
     plain = await generate(http, token_ids=prompt, sampling_params=params)
-    assert (await admin(http, "adapters/load", name="tuned", path=str(folder))).json()["adapters"] == ["tuned"]
+    async with server.client() as client:
+        assert (await client.load_adapter("tuned", str(folder)))["adapters"] == ["tuned"]
     assert "tuned" in [model.id async for model in texts.models.list()]
     tuned = await generate(http, token_ids=prompt, sampling_params=params, model="tuned")
     expected = reference_logprobs(tuned_reference(model_folder, folder), prompt, tuned["choices"][0]["token_ids"])
@@ -164,9 +165,10 @@ async def test_an_adapter_is_a_model_from_its_loading_to_its_dropping(
     assert found == pytest.approx(expected[range(8), tuned["choices"][0]["token_ids"]].tolist(), abs=1e-4)
     again = await generate(http, token_ids=prompt, sampling_params=params)
     assert again["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
-    refused = await admin(http, "adapters/load", name="bad", path=str(tmp_path / "none"))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "update_refused")
-    assert (await admin(http, "adapters/drop", name="tuned")).json()["adapters"] == []
+    async with server.client() as client:
+        with pytest.raises(EngineError, match="status 409"):
+            await client.load_adapter("bad", str(tmp_path / "none"))
+        assert (await client.drop_adapter("tuned"))["adapters"] == []
     gone = await http.post("/inference/v1/generate", json={"token_ids": prompt, "model": "tuned"})
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
     assert (await admin(http, "adapters/drop", name="tuned")).status_code == 400
@@ -189,11 +191,13 @@ async def until_running(http: httpx.AsyncClient, number: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
-async def test_a_pause_does_what_it_says_with_what_runs(server: Server, http: httpx.AsyncClient, mode: str) -> None:
+async def test_a_pause_does_what_it_says_with_what_runs(
+    server: Server, http: httpx.AsyncClient, mode: Literal["keep", "drain", "abort"]
+) -> None:
     async with server.client() as client:
         running = [asyncio.create_task(client(prompt_of(9, seed=i), Sampling(max_tokens=120, seed=i))) for i in range(4)]
         await until_running(http, 4)
-        assert (await admin(http, "pause", mode=mode)).json()["paused"]
+        assert (await client.pause(mode))["paused"]
         health = await http.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "paused")
         late = asyncio.create_task(client(prompt_of(12), Sampling(max_tokens=5, seed=1)))
@@ -205,14 +209,14 @@ async def test_a_pause_does_what_it_says_with_what_runs(server: Server, http: ht
                 assert done.finish_reason is (FinishReason.LENGTH if mode == "drain" else FinishReason.ABORT)
                 assert (len(done.token_ids) == 120) is (mode == "drain")
         assert not late.done()
-        await admin(http, "resume")
+        assert not (await client.resume())["paused"]
         assert len((await late).token_ids) == 5
         if mode == "keep":
             assert [len(done.token_ids) for done in await asyncio.gather(*running)] == [120] * 4
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort", "paused"])
-async def test_an_update_does_what_it_says_with_what_runs(model_folder: Path, other_folder: Path, mode: str) -> None:
+async def test_an_update_does_what_it_says_with_what_runs(model_folder: Path, other_folder: Path, mode: Any) -> None:
     with serving(model_folder, max_rows=3) as server:
         async with server.client() as client, httpx.AsyncClient(base_url=server.url, timeout=120) as http:
             running = [asyncio.create_task(client(prompt_of(9, seed=i), Sampling(max_tokens=150, seed=i))) for i in range(6)]
@@ -221,16 +225,16 @@ async def test_an_update_does_what_it_says_with_what_runs(model_folder: Path, ot
                 if (await rows(http))[0] == 3:
                     break
             if mode == "paused":
-                await admin(http, "pause")
+                await client.pause()
             how = "keep" if mode == "paused" else mode
-            report = (await admin(http, "weights/load", weights_uri=str(other_folder), policy_version=1, mode=how)).json()
+            report = await client.load_weights(str(other_folder), 1, mode=how)
             assert report["policy_version"] == 1
             assert report["pause_s"] >= 0
             assert ("drain_s" in report) is (mode == "drain")
             if mode == "paused":
-                refused = await admin(http, "weights/load", weights_uri=str(other_folder), policy_version=2, mode="drain")
-                assert (refused.status_code, "cannot drain" in refused.text) == (409, True)
-                assert (await admin(http, "resume")).json() == {"paused": False, "policy_version": 1}
+                with pytest.raises(EngineError, match=r"status 409.*cannot drain"):
+                    await client.load_weights(str(other_folder), 2, mode="drain")
+                assert await client.resume() == {"paused": False, "policy_version": 1}
             finished = await asyncio.gather(*running)
             versions = [tuple(span.policy_version for span in done.policy_spans) for done in finished]
             if mode == "abort":

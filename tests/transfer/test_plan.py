@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.transfer import Placement, TransferError, make_plan
-from evergrad.transfer.placements import carry_out, fused, held_shards, region, split
+from evergrad.transfer.placements import Buffers, fused, held_shards, make_copies, region, split
 from evergrad.transfer.plan import Box, Place, Plan, Shard, intersect, subtract
 
 SHAPES = st.dictionaries(
@@ -64,6 +64,13 @@ def filled(placement: Placement, values: dict[str, torch.Tensor] | None) -> list
                 region(own, shard.place, part.shape).copy_(part)
         memory.append(own)
     return memory
+
+
+def carry_out(plan: Plan, sources: Sequence[Buffers], destinations: Sequence[Buffers]) -> None:
+    """All copies of a plan, one mapping a rank."""
+    for origin, copies in ((sources, plan.copies), (destinations, plan.fan_out)):
+        for copy in copies:
+            make_copies([copy], origin[copy.source.rank], destinations[copy.destination.rank])
 
 
 def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

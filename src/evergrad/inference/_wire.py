@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from evergrad.config import Config, ConfigError, parse_config
 from evergrad.inference._grammar import json_grammar
+from evergrad.inference.config import UpdateMode
 from evergrad.types import Sampling
 
 BodyT = TypeVar("BodyT", bound=Config)
-UpdateMode = Literal["keep", "drain", "abort"]
-
 MIN_TEMPERATURE = 1e-4
 """Below it, and above 0, logits divided by it leave the range of single precision."""
 

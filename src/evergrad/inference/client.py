@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 from aiohttp import ClientError, ClientTimeout
 
 from evergrad.inference._http import CONNECT_S, UNREADABLE, JsonHttp, refusal
-from evergrad.inference.config import EngineError, EngineUnavailable
+from evergrad.inference.config import EngineError, EngineUnavailable, UpdateMode
 from evergrad.types import Completion, FinishReason, PolicySpan, Sampling, Usage
 
 _LOAD = {"running": int, "waiting": int, "preemptions": int, "kv_usage": float, "kv_cache_tokens": int}
@@ -152,10 +152,13 @@ class EngineClient:
         """Has the engine attach to a publisher."""
         return await self._http.post("/admin/weights/attach", {"descriptor": descriptor})
 
-    async def update_weights(self, manifest: Mapping[str, Any], *, full_precision: bool = False) -> dict[str, Any]:
+    async def update_weights(
+        self, manifest: Mapping[str, Any], *, mode: UpdateMode = "keep", full_precision: bool = False
+    ) -> dict[str, Any]:
         """Has the engine take a published version; refused, the old one stays.
 
         Args:
+            mode: What becomes of the requests that run: they go on, end first, or end at once.
             full_precision: This version is not quantized, whatever the engine's configuration says.
 
         Returns:
@@ -163,19 +166,46 @@ class EngineClient:
             engine made ready what had arrived, beside its steps, all of it, and what
             :class:`~evergrad.transfer.link.Receipt` says of bytes, rate, and the link's own.
         """
-        return await self._http.post("/admin/weights/update", {"manifest": manifest, "full_precision": full_precision})
+        body = {"manifest": manifest, "mode": mode, "full_precision": full_precision}
+        return await self._http.post("/admin/weights/update", body)
 
     async def load_weights(
-        self, weights_uri: str, policy_version: int, served_names: Sequence[str] | None = None, system_prompt: str = ""
+        self,
+        weights_uri: str,
+        policy_version: int,
+        served_names: Sequence[str] | None = None,
+        system_prompt: str = "",
+        mode: UpdateMode = "keep",
     ) -> dict[str, Any]:
         """Has the engine read a folder: ``{policy_version, pause_s, seconds}``. Refused, the old version stays.
 
         Args:
             system_prompt: Added to the system message of every chat from then on; requests in tokens are as they are.
+            mode: As for :meth:`update_weights`.
         """
         body: dict[str, Any] = {"weights_uri": weights_uri, "policy_version": policy_version, "system_prompt": system_prompt}
-        body["served_names"] = None if served_names is None else list(served_names)
+        body |= {"served_names": None if served_names is None else list(served_names), "mode": mode}
         return await self._http.post("/admin/weights/load", body)
+
+    async def load_adapter(self, name: str, path: str) -> dict[str, Any]:
+        """Has the engine read a PEFT folder of its own machine; from then on requests may ask for it by ``name``."""
+        return await self._http.post("/admin/adapters/load", {"name": name, "path": path})
+
+    async def drop_adapter(self, name: str) -> dict[str, Any]:
+        """Requests can ask for it no more; those that have it keep it. Returns ``{adapters}``, the names that are left."""
+        return await self._http.post("/admin/adapters/drop", {"name": name})
+
+    async def pause(self, mode: UpdateMode = "keep") -> dict[str, Any]:
+        """Draws no token until :meth:`resume`: ``{paused, policy_version}``. Requests that come meanwhile wait.
+
+        Args:
+            mode: What becomes of the requests that run: they stay as they are, end first, or end at once.
+        """
+        return await self._http.post("/admin/pause", {"mode": mode})
+
+    async def resume(self) -> dict[str, Any]:
+        """Goes on after :meth:`pause`."""
+        return await self._http.post("/admin/resume", {})
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first given those before it, at temperature 1, under the weights themselves:

@@ -9,6 +9,9 @@ from pydantic import Field
 from evergrad.config import Config
 from evergrad.types import EvergradError
 
+UpdateMode = Literal["keep", "drain", "abort"]
+"""What becomes of the requests that run when weights change, or at a pause: they go on, end first, or end at once."""
+
 
 class EngineError(EvergradError):
     """A request, an update or a start that the engine refused, and what to do next."""

@@ -39,7 +39,8 @@ from evergrad.training.reading import Columns, in_order, read_off
 from evergrad.training.selection import kept_together, scored_tokens, totals_of, trained_tokens
 from evergrad.training.updates import merged, mini_batches, with_proximal
 from evergrad.training.weights import FullWeights, LoraWeights, Weights
-from evergrad.transfer import Publisher, whole_folder
+from evergrad.transfer import BoxWriter, Publisher, whole_folder
+from evergrad.transfer.placements import held_shards
 from evergrad.transfer.process import keep_freed_memory
 from evergrad.transfer.proof import all_finite
 from evergrad.types import TrainingBatch, TrainingSample
@@ -76,6 +77,8 @@ class Trainer:
         """Optimizer updates that were applied since the start or the last :meth:`reset`."""
         self.policy_version = 0
         """Of the weights that were published last."""
+        self._boxes: BoxWriter | None = None
+        """Into the slots that were written last."""
 
     def _build(self) -> None:
         config = self.config
@@ -105,6 +108,8 @@ class Trainer:
     def close(self) -> None:
         """Ends the other ranks; the trainer must not be used afterwards. Does nothing when there are none."""
         self._ranks.close()
+        if self._boxes is not None:
+            self._boxes.close()
 
     def watch(self, on_loss: Callable[[RanksLost], None]) -> None:
         """Calls ``on_loss`` once, from another thread, when a rank has died."""
@@ -324,10 +329,27 @@ class Trainer:
         """Begins a version of ``publisher``, which is made for :meth:`layout`, and fills it with :meth:`named_weights`, without
         making them first; or with the adapter under PEFT's names, where the configuration says so.
 
+        Where several ranks hold what is written, each writes its boxes of it, and nothing is gathered.
+
         Raises:
             TransferError: the publisher has no room for it.
         """
-        self._weights.write(publisher, publisher.begin(), self._whole)
+        views = publisher.begin()
+        if self.config.ranks > 1 and self._weights.published() is not None:
+            self._write_boxes(publisher.slots, publisher.writing)
+        else:
+            self._weights.write(publisher, views, self._whole)
+
+    @on_all_ranks
+    def _write_boxes(self, slots: Mapping[str, Any], slot: int) -> None:
+        named = self._weights.published()
+        assert named is not None
+        if self._boxes is None or self._boxes.slots != slots:
+            if self._boxes is not None:
+                self._boxes.close()
+            _, shards = held_shards(named.items(), self._ranks.rank)
+            self._boxes = BoxWriter(slots, self._ranks.all_values(shards), self._ranks.rank)
+        self._boxes.write(slot, named.items())
 
     def adapter(self) -> dict[str, Any] | None:
         """PEFT's configuration of the adapter, where its parts are what is published."""

@@ -49,6 +49,11 @@ class Weights(ABC):
         """As they are now: placing a model over ranks puts others in their place."""
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
+    def published(self) -> dict[str, Tensor] | None:
+        """The parameters that :meth:`write` writes as they are, by the names that it gives them; None when it makes what it
+        writes of several."""
+        return None
+
     @abstractmethod
     def layout(self) -> Layout:
         """Names, shapes and dtypes of what :meth:`write` writes."""
@@ -102,8 +107,11 @@ class Weights(ABC):
 class FullWeights(Weights):
     """Everything learns."""
 
+    def published(self) -> dict[str, Tensor]:
+        return self.parameters
+
     def layout(self) -> Layout:
-        return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in self.parameters.items()}
+        return _layout_of(self.parameters)
 
     def named(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, whole(name)) for name in self.parameters)
@@ -161,10 +169,15 @@ class LoraWeights(Weights):
         if model.get_output_embeddings() is not head:
             raise TrainerError("the output embedding cannot be a LoRA target", hint="remove it from lora.targets")
 
+    def published(self) -> dict[str, Tensor] | None:
+        if not self._config.transfer.adapter_only:
+            return None
+        return {name: self._model.get_parameter(here) for name, here in adapter_names(self._layers)}
+
     def layout(self) -> Layout:
-        if self._config.transfer.adapter_only:
-            parts = ((name, self._model.get_parameter(here)) for name, here in adapter_names(self._layers))
-            return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parts}
+        parts = self.published()
+        if parts is not None:
+            return _layout_of(parts)
         return {f"{name}.weight": (tuple(each.weight.shape), each.weight.dtype) for name, each in self._layers.items()}
 
     def named(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
@@ -218,3 +231,7 @@ class LoraWeights(Weights):
         # Without the switches that are off: an earlier version did not know them, and its checkpoints load.
         settings = self._config.lora.model_dump(mode="json")
         return {"method": "lora", "lora": {key: value for key, value in settings.items() if value is not False}}
+
+
+def _layout_of(named: Mapping[str, Tensor]) -> Layout:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         require_base,
         row_norms,
     )
+    from evergrad.transfer.boxes import BoxWriter
     from evergrad.transfer.config import TransferConfig
     from evergrad.transfer.ends import Publisher, Receiver, open_publisher, open_receiver
     from evergrad.transfer.files import load_tensors, save_tensors, whole_folder
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from evergrad.transfer.slots import SlotPublisher, SlotReceiver
 
 __all__ = [
+    "BoxWriter",
     "Layout",
     "Manifest",
     "NamedTensors",
@@ -64,6 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BoxWriter": "boxes",
     "NamedTensors": "adapters",
     "Publisher": "ends",
     "Receiver": "ends",

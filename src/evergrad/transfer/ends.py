@@ -28,12 +28,23 @@ class Publisher(Protocol):
         """All that a receiver needs to attach; JSON values."""
         ...
 
+    @property
+    def slots(self) -> dict[str, Any]:
+        """All that another process of this machine needs to write into the memory of a version, with a ``BoxWriter``."""
+        ...
+
+    @property
+    def writing(self) -> int:
+        """The slot between :meth:`begin` and :meth:`finish`."""
+        ...
+
     def begin(self) -> dict[str, torch.Tensor]:
-        """Views, each to be filled before :meth:`finish`: by :meth:`write`, or by who then calls :meth:`written`."""
+        """Views, each to be filled before :meth:`finish`: by :meth:`write`, or by the caller, who may
+        say so with :meth:`written`."""
         ...
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Begins to copy a tensor into its view; it must not change before :meth:`finish`."""
+        """Has a tensor copied into its view; it must not change before :meth:`finish`."""
         ...
 
     def written(self, name: str) -> None:

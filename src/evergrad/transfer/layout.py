@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from evergrad.types import EvergradError
@@ -47,7 +48,7 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """All tensors of a slot, without gaps but for alignment, in the order they were given.
 
@@ -88,11 +89,11 @@ class Layout:
     def as_dict(self) -> list[dict[str, Any]]:
         return [asdict(tensor) for tensor in self.tensors]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return max(tensor.offset + tensor.num_bytes for tensor in self.tensors)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Equal layouts have equal hashes, whatever the process."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]

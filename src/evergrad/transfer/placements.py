@@ -1,4 +1,4 @@
-"""Placements of real tensors, and plans carried out between tensors that this process can reach."""
+"""Placements of real tensors, and copies of a plan between tensors that this process can reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from evergrad.transfer.layout import TransferError
-from evergrad.transfer.plan import Box, Copy, Place, Placement, Plan, Shard
+from evergrad.transfer.link import copy_bytes
+from evergrad.transfer.plan import Box, Copy, Place, Placement, Shard
 
 Buffers = Mapping[str, torch.Tensor]
 """A rank's memory, by its own names."""
@@ -106,15 +107,11 @@ def region(buffers: Buffers, place: Place, shape: Sequence[int]) -> torch.Tensor
     return part
 
 
-def carry_out(plan: Plan, sources: Sequence[Buffers], destinations: Sequence[Buffers]) -> None:
-    """Makes all copies of a plan between tensors of this process, one mapping a rank; dtypes are converted."""
-    for origin, copies in ((sources, plan.copies), (destinations, plan.fan_out)):
-        for copy in copies:
-            _move(copy, origin[copy.source.rank], destinations[copy.destination.rank])
-
-
-def _move(copy: Copy, origin: Buffers, target: Buffers) -> None:
-    region(target, copy.destination, copy.shape).copy_(region(origin, copy.source, copy.shape))
+def make_copies(copies: Iterable[Copy], held: Buffers, into: Buffers) -> None:
+    """Makes some copies of a plan, all from one rank to one other, whose memory this process can reach; dtypes are
+    converted."""
+    for copy in copies:
+        copy_bytes(region(held, copy.source, copy.shape), region(into, copy.destination, copy.shape))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

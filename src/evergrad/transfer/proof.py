@@ -2,7 +2,8 @@
 
 A pass over memory costs as much as copying it. So what is asked of the same bytes is asked while they are in the cache, and
 different tensors are gone through side by side: neither hashing nor numpy's loops hold Python's lock. Torch's loops would do as
-well, but bring threads of their own into each of these.
+well, but bring threads of their own into each of these. What is left is Python's own time, which waits for that lock: each
+thread gets a list of its own at once, and all views are made before it begins.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,14 +21,24 @@ import xxhash
 
 from evergrad.transfer.files import tensor_bytes
 from evergrad.transfer.layout import TensorSpec
+from evergrad.transfer.link import raw_bytes
 
-T = TypeVar("T")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 
-_CHUNK_BYTES = 1 << 18
-"""Bytes of which all is asked before the next are touched: a second-level cache holds twice as many."""
+_Array = np.ndarray[Any, Any]
+_CHUNK_BYTES = 1 << 19
+"""Bytes of which all is asked before the next are touched. Few enough that a second-level cache has them still (one to two
+MiB a core on servers since 2017), and enough that starting anew costs little."""
 _MOST_THREADS = 8
 _NUMPY_FLOATS = {torch.float32, torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Generic[R]):
+    """Something to be done with some memory, ready to run in any thread."""
+
+    num_bytes: int
+    run: Callable[[], R]
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -50,13 +62,58 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
 
 
-def checksum_and_finite(tensor: torch.Tensor) -> tuple[str, bool]:
+def sealing(tensor: torch.Tensor) -> Task[str]:
+    """:func:`checksum` of a contiguous CPU tensor."""
+    return Task(tensor.nbytes, functools.partial(_seal, raw_bytes(tensor)) if tensor.numel() else str)
+
+
+def proving(tensor: torch.Tensor) -> Task[tuple[str, bool]]:
     """:func:`checksum` and :func:`all_finite` of a contiguous CPU tensor, in one pass over memory."""
-    if tensor.dtype not in _NUMPY_FLOATS or not tensor.numel():
-        return checksum(tensor), not tensor.is_floating_point() or all_finite(tensor)
-    values = tensor.detach().reshape(-1).numpy()
+    if tensor.dtype in _NUMPY_FLOATS and tensor.numel():
+        return Task(tensor.nbytes, functools.partial(_prove, tensor.detach().reshape(-1).numpy()))
+    return Task(tensor.nbytes, lambda: (checksum(tensor), not tensor.is_floating_point() or all_finite(tensor)))
+
+
+def copying(source: torch.Tensor, target: torch.Tensor) -> Task[str]:
+    """``target.copy_(source)`` and the checksum of the source, in one pass; the two are alike (``link.bytes_alike``)."""
+    return Task(target.nbytes, functools.partial(_copy, raw_bytes(source), raw_bytes(target)))
+
+
+def side_by_side(tasks: Mapping[str, Task[R]]) -> dict[str, R]:
+    """What every task gives, by name.
+
+    The largest goes first, each to the thread that has least so far (Graham 1969, "Bounds on multiprocessing timing
+    anomalies").
+    """
+    queues: list[list[str]] = [[] for _ in range(_num_threads())]
+    loads = [0] * len(queues)
+    for name in sorted(tasks, key=lambda name: -tasks[name].num_bytes):
+        least = loads.index(min(loads))
+        queues[least].append(name)
+        loads[least] += tasks[name].num_bytes
+    found: dict[str, R] = {}
+    for done in proofs().map(lambda names: [(name, tasks[name].run()) for name in names], queues):
+        found |= done
+    return {name: found[name] for name in tasks}
+
+
+@functools.cache
+def proofs() -> ThreadPoolExecutor:
+    """The threads of this process that prove tensors."""
+    return ThreadPoolExecutor(_num_threads(), thread_name_prefix="transfer-proof")
+
+
+def _num_threads() -> int:
+    return min(_MOST_THREADS, os.cpu_count() or 1)
+
+
+def _seal(values: _Array) -> str:
+    return str(xxhash.xxh3_64_hexdigest(values.data))
+
+
+def _prove(values: _Array) -> tuple[str, bool]:
     digest, finite = xxhash.xxh3_64(), True
-    step = _CHUNK_BYTES // tensor.element_size()
+    step = _CHUNK_BYTES // values.itemsize
     for start in range(0, len(values), step):
         chunk = values[start : start + step]
         digest.update(chunk.view(np.uint8).data)
@@ -64,27 +121,11 @@ def checksum_and_finite(tensor: torch.Tensor) -> tuple[str, bool]:
     return str(digest.hexdigest()), finite
 
 
-def copy_and_checksum(source: torch.Tensor, target: torch.Tensor) -> str:
-    """``target.copy_(source)``, and the checksum of what is there then; contiguous, on the CPU."""
-    alike = source.dtype == target.dtype and source.is_contiguous() and source.device == target.device
-    if not alike or not source.numel():
-        target.copy_(source)
-        return checksum(target)
-    old, new = source.reshape(-1).view(torch.uint8).numpy(), target.view(-1).view(torch.uint8).numpy()
+def _copy(old: _Array, new: _Array) -> str:
     digest = xxhash.xxh3_64()
     for start in range(0, len(old), _CHUNK_BYTES):
-        part = slice(start, start + _CHUNK_BYTES)
-        new[part] = old[part]
-        digest.update(new[part].data)
+        # Of the source: the C library may write past the caches, but it has just read through them.
+        chunk = old[start : start + _CHUNK_BYTES]
+        np.copyto(new[start : start + _CHUNK_BYTES], chunk)
+        digest.update(chunk.data)
     return str(digest.hexdigest())
-
-
-def side_by_side(function: Callable[[T], R], named: Mapping[str, T]) -> dict[str, R]:
-    """``function`` of every value, by name, on several threads."""
-    return dict(zip(named, proofs().map(function, named.values()), strict=True))
-
-
-@functools.cache
-def proofs() -> ThreadPoolExecutor:
-    """The threads of this process that prove tensors."""
-    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="transfer-proof")

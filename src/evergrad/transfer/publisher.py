@@ -76,6 +76,16 @@ class WirePublisher:
             "plan_hash": self._plan_hash,
         }
 
+    @property
+    def slots(self) -> dict[str, Any]:
+        """See :attr:`SlotPublisher.slots`."""
+        return self._slots.slots
+
+    @property
+    def writing(self) -> int:
+        """See :attr:`SlotPublisher.writing`."""
+        return self._slots.writing
+
     def begin(self) -> dict[str, torch.Tensor]:
         """Views of a slot, to be filled entirely before :meth:`finish`. Who still fetches what lies there is cut off."""
         views = self._slots.begin()

@@ -19,7 +19,7 @@ from evergrad.transfer.layout import Layout, Manifest, TransferError
 from evergrad.transfer.link import Receipt, copy_bytes
 from evergrad.transfer.placements import region
 from evergrad.transfer.plan import Plan
-from evergrad.transfer.proof import checksum, checksum_and_finite, checksum_of_parts, side_by_side
+from evergrad.transfer.proof import checksum, checksum_of_parts, proofs, proving, side_by_side
 from evergrad.transfer.shipment import Item, Payload, Shipment, view_of, whole_plan
 from evergrad.transfer.slots import SlotPublisher, SlotReceiver
 from evergrad.transfer.transports import Inbox, open_inbox
@@ -146,7 +146,7 @@ class WireReceiver:
                 self._fetch_in_place(self._routes[0][0], slot)
             else:
                 self._fetch_and_decode(views, before)
-            found = side_by_side(checksum_and_finite, views)
+            found = side_by_side({name: proving(view) for name, view in views.items()})
             self._odd = next((name for name, (_, finite) in found.items() if not finite), None)
             self._arrived = self._slots.finish(version, {name: proof for name, (proof, _) in found.items()})
         finally:
@@ -294,17 +294,21 @@ class WireReceiver:
             for one in self._changes[1]:
                 self._decode(one, views)
             return
-        for name, tensor in self._here.tensors().items():
-            copy_bytes(tensor, views[name])
+        live = self._here.tensors()
+        list(proofs().map(copy_bytes, live.values(), (views[name] for name in live)))
 
     def _decode(self, one: _Fetched, views: dict[str, torch.Tensor]) -> None:
-        for item in one.items:
+        """Side by side: no two items have a place in common."""
+
+        def decode(item: Item) -> None:
             copy = self._copies[item.key]
             try:
                 parts = [view_of(one.memory, spec) for spec in item.parts]
                 codec_named(item.codec).decode(parts, region(views, copy.destination, copy.shape))
             except (TransferError, ValueError, RuntimeError, IndexError) as error:
                 raise TransferError(f"'{copy.tensor}' does not decode: {error}", hint="the old version stays") from error
+
+        list(proofs().map(decode, one.items))
 
     def _remember(self, base: int | None, fetched: list[_Fetched]) -> None:
         """Keeps the changes that were just made to a slot, for the day when the other one needs them too."""

@@ -49,10 +49,11 @@ class MappedSlot:
     path: str
     inode: int
     layout: Layout
+    writable: bool = False
 
     def __post_init__(self) -> None:
         try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = os.open(self.path, (os.O_RDWR if self.writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
             raise TransferError(f"the publisher's slot is gone: {error.strerror}", where=self.path) from error
         status = os.fstat(self.fd)
@@ -60,7 +61,8 @@ class MappedSlot:
         if status.st_ino != self.inode or status.st_size < self.layout.num_bytes:
             os.close(self.fd)
             raise TransferError("what is there is not the publisher's slot", where=self.path)
-        self.views = views_over(mmap.mmap(self.fd, self.layout.num_bytes, prot=mmap.PROT_READ), self.layout)
+        allowed = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+        self.views = views_over(mmap.mmap(self.fd, self.layout.num_bytes, prot=allowed), self.layout)
 
     def close(self) -> None:
         self.views = {}

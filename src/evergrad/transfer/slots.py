@@ -23,8 +23,8 @@ from typing import Any, Protocol, Self
 import torch
 
 from evergrad.transfer.layout import Layout, Manifest, TransferError
-from evergrad.transfer.link import Receipt, memory_gb_per_s
-from evergrad.transfer.proof import checksum, checksum_and_finite, copy_and_checksum, proofs, side_by_side
+from evergrad.transfer.link import Receipt, bytes_alike, memory_gb_per_s
+from evergrad.transfer.proof import copying, proofs, proving, sealing, side_by_side
 from evergrad.transfer.slot_memory import MappedSlot, OwnedSlot, lock, unlock, views_over
 
 _FORMAT = 1
@@ -55,7 +55,10 @@ class SlotPublisher:
         self._last_slot = _NUM_SLOTS - 1
         self._writing: int | None = None
         self._began = 0.0
+        self._sources: dict[str, torch.Tensor] = {}
+        """What is copied at the end, all at once."""
         self._sums: dict[str, Future[str]] = {}
+        """Of what lies there already."""
         self.link_gb_per_s = memory_gb_per_s(self.memory(0))
         """What copying into a slot reaches at most, measured at the start; 10⁹ bytes a second."""
 
@@ -69,6 +72,11 @@ class SlotPublisher:
             "slots": [{"path": slot.path, "inode": os.fstat(slot.fd).st_ino} for slot in self._slots],
             "link_gb_per_s": self.link_gb_per_s,
         }
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """What :func:`map_slots` needs."""
+        return self.descriptor
 
     @property
     def writing(self) -> int:
@@ -100,14 +108,15 @@ class SlotPublisher:
         for step in range(1, _NUM_SLOTS + 1):
             slot = (self._last_slot + step) % _NUM_SLOTS
             if lock(self._slots[slot].fd, fcntl.LOCK_EX):
-                self._writing, self._began, self._sums = slot, time.perf_counter(), {}
+                self._writing, self._began, self._sources, self._sums = slot, time.perf_counter(), {}, {}
                 return self._views[slot]
         raise TransferError(
             "both slots are in use by receivers", hint="bring every engine to the newest version, or detach the one left behind"
         )
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Begins to copy ``tensor`` (cast to the layout's dtype) to its place; it must not change before :meth:`finish`.
+        """Has ``tensor`` (cast to the layout's dtype) copied to its place, by :meth:`finish` at the latest; it must not change
+        before.
 
         Raises:
             TransferError: the layout has no such name, or another shape.
@@ -117,11 +126,15 @@ class SlotPublisher:
             raise TransferError(f"'{name}' is not in the layout")
         if tensor.shape != view.shape:
             raise TransferError(f"'{name}' is {tuple(tensor.shape)}, the layout says {tuple(view.shape)}")
-        self._sums[name] = proofs().submit(copy_and_checksum, tensor.detach(), view)
+        if bytes_alike(tensor, view):
+            self._sources[name] = tensor.detach()
+        else:
+            view.copy_(tensor.detach())
+            self.written(name)
 
     def written(self, name: str) -> None:
         """Says that the caller has filled a view himself, so that its checksum is computed meanwhile."""
-        self._sums[name] = proofs().submit(checksum, self._views[self.writing][name])
+        self._sums[name] = proofs().submit(sealing(self._views[self.writing][name]).run)
 
     def finish(self, policy_version: int, checksums: Mapping[str, str] | None = None) -> Manifest:
         """Seals what was written since :meth:`begin` and returns its manifest.
@@ -130,12 +143,18 @@ class SlotPublisher:
             checksums: By tensor, where the caller has computed them already.
         """
         slot = self.writing
-        for name in self._views[slot].keys() - (checksums or self._sums).keys():
-            self.written(name)
+        if checksums is None:
+            tasks = {
+                name: copying(self._sources[name], view) if name in self._sources else sealing(view)
+                for name, view in self._views[slot].items()
+                if name not in self._sums
+            }
+            sealed = side_by_side(tasks)
+            checksums = {name: sealed[name] if name in sealed else self._sums[name].result() for name in self._views[slot]}
         manifest = Manifest(
             policy_version=policy_version,
             slot=slot,
-            checksums=checksums or {name: self._sums[name].result() for name in self._views[slot]},
+            checksums=checksums,
             num_bytes=sum(tensor.num_bytes for tensor in self.layout.tensors),
             layout_hash=self.layout.hash,
             seconds=time.perf_counter() - self._began,
@@ -149,7 +168,7 @@ class SlotPublisher:
         if self._writing is not None:
             wait(self._sums.values())  # nobody may write there once the lock is gone
             unlock(self._slots[self._writing].fd)
-            self._writing = None
+            self._writing, self._sources = None, {}
 
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> Manifest:
         """Copies ``named_tensors`` (cast to the layout's dtypes) into the slot nobody reads and seals it.
@@ -191,23 +210,8 @@ class SlotReceiver:
         Raises:
             TransferError: the descriptor is malformed, or its publisher is gone.
         """
-        try:
-            if descriptor["format"] != _FORMAT:
-                raise TransferError(f"slot format {descriptor['format']!r} is not {_FORMAT}")
-            self.layout = Layout.from_dict(descriptor["tensors"])
-            if self.layout.hash != descriptor["layout_hash"]:
-                raise TransferError("the layout does not match its hash")
-            places = [(str(slot["path"]), int(slot["inode"])) for slot in descriptor["slots"]]
-            self.link_gb_per_s = float(descriptor["link_gb_per_s"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise TransferError(f"not a slot descriptor: {error!r}") from error
-        self._slots: list[MappedSlot] = []
-        try:
-            for path, inode in places:
-                self._slots.append(MappedSlot(path, inode, self.layout))
-        except TransferError:
-            self.close()
-            raise
+        self.layout, self._slots = map_slots(descriptor)
+        self.link_gb_per_s = float(descriptor["link_gb_per_s"])
         self._live: int | None = None
         self._prepared: Manifest | None = None
         self._verified = False
@@ -248,7 +252,8 @@ class SlotReceiver:
                 nothing is prepared.
         """
         manifest, started = self._require_prepared(), time.perf_counter()
-        for name, (found, finite) in side_by_side(checksum_and_finite, self._slots[manifest.slot].views).items():
+        tasks = {name: proving(view) for name, view in self._slots[manifest.slot].views.items()}
+        for name, (found, finite) in side_by_side(tasks).items():
             if found != manifest.checksums[name]:
                 self.abort()
                 raise TransferError(f"'{name}' does not match its checksum", hint="publish again; the old version stays")
@@ -329,6 +334,33 @@ class SlotReceiver:
         if self._prepared is None:
             raise TransferError("no version is prepared", hint="call prepare(manifest) first")
         return self._prepared
+
+
+def map_slots(descriptor: Mapping[str, Any], *, writable: bool = False) -> tuple[Layout, list[MappedSlot]]:
+    """The slots of a publisher of this machine.
+
+    Raises:
+        TransferError: the descriptor is malformed, or its publisher is gone.
+    """
+    try:
+        if descriptor["format"] != _FORMAT:
+            raise TransferError(f"slot format {descriptor['format']!r} is not {_FORMAT}")
+        layout = Layout.from_dict(descriptor["tensors"])
+        if layout.hash != descriptor["layout_hash"]:
+            raise TransferError("the layout does not match its hash")
+        places = [(str(slot["path"]), int(slot["inode"])) for slot in descriptor["slots"]]
+        float(descriptor["link_gb_per_s"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TransferError(f"not a slot descriptor: {error!r}") from error
+    mapped: list[MappedSlot] = []
+    try:
+        for path, inode in places:
+            mapped.append(MappedSlot(path, inode, layout, writable))
+    except TransferError:
+        for slot in mapped:
+            slot.close()
+        raise
+    return layout, mapped
 
 
 class _Writable(Protocol):

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 _Integers = np.ndarray[Any, Any]
 _LONGEST_STEP = 1 << 16
 """Places that one entry can skip, itself included: what sixteen bits hold."""
+_SHIFT = 1 + _LONGEST_STEP // 2
+"""What a step of zero stands for: the other half of what sixteen bits hold is negative."""
 _STEP_BYTES = 2
 _BLOCK = 1 << 16
-"""Values that are compared at once."""
+"""Values that are compared at once; no more than a step is long."""
 _SAMPLE_STRIDE = 61
 """Every how manieth place is looked at to guess the density; no divisor of usual widths, so that no column is preferred."""
 
@@ -48,19 +50,26 @@ class Sparse:
             return Identity().encode(tensor, None)
         new, old = _bits(tensor), _bits(previous)
         sampled = np.count_nonzero(new[::_SAMPLE_STRIDE] != old[::_SAMPLE_STRIDE])
-        places = None if sampled * _SAMPLE_STRIDE > 2 * most else _changed(new, old, most)
-        if places is None or len(places := _with_stops(places)) >= most:
+        changes = None if sampled * _SAMPLE_STRIDE > 2 * most else _changes(new, old, most)
+        if changes is None:
             return Identity().encode(tensor, None)
-        steps = (np.diff(places, prepend=-1) - 1 - _LONGEST_STEP // 2).astype(np.int16)
-        return Encoded("sparse", (torch.from_numpy(steps), torch.from_numpy(new[places]).view(tensor.dtype)))
+        steps, values = changes
+        return Encoded("sparse", (torch.from_numpy(steps), torch.from_numpy(values).view(tensor.dtype)))
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        steps, values = parts
-        places = (steps.numpy().astype(np.int64) + (_LONGEST_STEP // 2 + 1)).cumsum() - 1
-        if len(places) != values.numel() or (len(places) and places[-1] >= out.numel()):
-            raise TransferError(f"{values.numel()} changes at {len(places)} places do not fit {tuple(out.shape)}")
+        steps, values = parts[0].numpy(), parts[1]
+        last = int(steps.sum(dtype=np.int64)) + len(steps) * _SHIFT - 1
+        if len(steps) != values.numel() or last >= out.numel():
+            raise TransferError(f"{values.numel()} changes at {len(steps)} places do not fit {tuple(out.shape)}")
         whole = out.contiguous()  # itself, where it is
-        _bits(whole)[places] = _bits(values.to(out.dtype))
+        target, bits, last = _bits(whole), _bits(values.to(out.dtype)), -1
+        for start in range(0, len(steps), _BLOCK):
+            places = steps[start : start + _BLOCK].astype(np.int64)
+            places += _SHIFT
+            np.cumsum(places, out=places)
+            places += last
+            target[places] = bits[start : start + _BLOCK]
+            last = int(places[-1])
         if whole.data_ptr() != out.data_ptr():
             out.copy_(whole)
 
@@ -75,25 +84,25 @@ def _bits(tensor: torch.Tensor) -> _Integers:
     return found
 
 
-def _changed(new: _Integers, old: _Integers, most: int) -> _Integers | None:
-    """Places that differ, in order; None from ``most`` on."""
-    found, count = [], 0
+def _changes(new: _Integers, old: _Integers, most: int) -> tuple[_Integers, _Integers] | None:
+    """Steps to the places that differ, and what is there now; None from ``most`` entries on.
+
+    Between two places that are too far apart lie some that did not change, whose values are sent all the same.
+    """
+    steps, values, count, last = [np.empty(0, np.int16)], [new[:0]], 0, -1
     for start in range(0, len(new), _BLOCK):
-        # Small enough for the comparison to stay in the cache until it is looked through.
-        places = np.flatnonzero(new[start : start + _BLOCK] != old[start : start + _BLOCK])
+        # Small enough for all that is made of it to stay in the cache, and no two places of it are too far apart.
+        block = new[start : start + _BLOCK]
+        places = np.flatnonzero(block != old[start : start + _BLOCK])
+        if not len(places):
+            continue
+        stops = np.arange(last + _LONGEST_STEP, start + int(places[0]), _LONGEST_STEP)
+        if len(stops):
+            places = np.concatenate([stops - start, places])
         count += len(places)
         if count >= most:
             return None
-        found.append(places + start)
-    return np.concatenate(found)
-
-
-def _with_stops(places: _Integers) -> _Integers:
-    """``places``, and between two that are too far apart some that did not change, whose values are sent all the same."""
-    before = np.concatenate([[-1], places[:-1]]) if len(places) else places
-    stops = (places - before - 1) // _LONGEST_STEP
-    if not stops.any():
-        return places
-    owners = np.repeat(np.arange(len(places)), stops)
-    within = np.arange(len(owners)) - (stops.cumsum() - stops)[owners] + 1
-    return np.sort(np.concatenate([places, before[owners] + within * _LONGEST_STEP]))
+        steps.append((np.diff(places, prepend=last - start) - _SHIFT).astype(np.int16))
+        values.append(np.concatenate([new[stops], block[places[len(stops) :]]]) if len(stops) else block[places])
+        last = start + int(places[-1])
+    return np.concatenate(steps), np.concatenate(values)

@@ -6,19 +6,22 @@ carries, and is answered ``+`` and the bytes, or ``-`` and the reason::
     {"key": "…", "name": "7-ab12", "start": 0, "stop": 4194304}\\n   ───▶
                                                   ◀───   +<4194304 bytes>
 
-How many connections are fastest depends on the link, so the receiver tries a few at the start and keeps the best.
+How many connections are fastest depends on the link, so the receiver tries a few at the start and keeps the best. What it
+fetches then is nobody's weights, but zeros, and as many of them as take a fast link some time: what it carries when a transfer
+has got going is the bound that others are held against.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import mmap
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -29,8 +32,13 @@ _CHUNK = 4 << 20
 _TIMEOUT_S = 30.0
 _LONGEST_LINE = 4096
 _PROBE = "probe"
-_PROBE_BYTES = 16 << 20
+_LEAST_PROBE_BYTES = 16 << 20
+_MOST_PROBE_BYTES = 1 << 30
+_TRIAL_S, _BOUND_S = 0.05, 0.15
+"""How long a probe is to take, where the bytes above allow it: one of each number of connections, and of the one that is kept.
+A connection gets faster for its first hundreds of megabytes."""
 _STREAMS = (1, 2, 4, 8)
+_BOUNDS = 2
 
 
 class TcpOutbox:
@@ -46,7 +54,9 @@ class TcpOutbox:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._key = secrets.token_hex(16)
-        self._offered: dict[str, memoryview] = {_PROBE: memoryview(bytes(_PROBE_BYTES))}
+        # Memory that is only read, so that the system gives one page of zeros for all of it.
+        zeros = mmap.mmap(-1, _MOST_PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._offered: dict[str, memoryview] = {_PROBE: memoryview(zeros)}
         try:
             self._listener = socket.create_server((host, port), backlog=128)
         except OSError as error:
@@ -142,34 +152,50 @@ class TcpInbox:
             raise
 
     def fetch(self, name: str, start: int, into: memoryview) -> None:
-        size = len(into)
-        # Borders at whole chunks, so that each connection's reads are aligned as the sender's writes are.
+        ranges = self._ranges(len(into))
+        self._together([self._pool.submit(self._fetch_range, name, start + at, end - at, into[at:end]) for at, end in ranges])
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ranges(self, size: int) -> list[tuple[int, int]]:
+        """One for each connection. Borders at whole chunks, so that each one's reads are aligned as the sender's writes are."""
         share = -(-size // self.streams // _CHUNK) * _CHUNK or size
-        ranges = [(at, min(at + share, size)) for at in range(0, size, share)] if size else []
-        tasks = [self._pool.submit(self._fetch_range, name, start + at, into[at:end]) for at, end in ranges]
+        return [(at, min(at + share, size)) for at in range(0, size, share)] if size else []
+
+    def _together(self, tasks: list[Future[None]]) -> None:
         errors = [task.exception() for task in tasks]
         for error in errors:
             if error is not None:
                 raise error
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _tune(self) -> None:
-        """Measures the link with each number of connections, after one round that wakes both ends."""
-        memory = memoryview(bytearray(_PROBE_BYTES))
-        self.fetch(_PROBE, 0, memory)
+        """Measures the link with each number of connections, after one round that wakes both ends and tells how much to ask
+        for; then for longer as it will be used."""
+        scratch = [memoryview(bytearray(_CHUNK)) for _ in range(max(_STREAMS))]
+        first = self._probe(_LEAST_PROBE_BYTES, scratch)
         rates = {}
         for self.streams in _STREAMS:
-            started = time.perf_counter()
-            self.fetch(_PROBE, 0, memory)
-            rates[self.streams] = _PROBE_BYTES / (time.perf_counter() - started) / 1e9
+            rates[self.streams] = self._probe(int(_TRIAL_S * first), scratch)
         self.streams = max(rates, key=lambda streams: rates[streams])
-        self.link_gb_per_s = rates[self.streams]
+        rate = rates[self.streams]
+        self.link_gb_per_s = max(rate, *(self._probe(int(_BOUND_S * rate), scratch) for _ in range(_BOUNDS))) / 1e9
 
-    def _fetch_range(self, name: str, start: int, into: memoryview) -> None:
+    def _probe(self, num_bytes: int, scratch: list[memoryview]) -> float:
+        """Bytes a second of about so many, received into the same little memory again and again."""
+        size = min(max(num_bytes, _LEAST_PROBE_BYTES), _MOST_PROBE_BYTES)
+        ranges = self._ranges(size)
+        started = time.perf_counter()
+        fetch = self._fetch_range
+        self._together(
+            [self._pool.submit(fetch, _PROBE, at, end - at, into) for (at, end), into in zip(ranges, scratch, strict=False)]
+        )
+        return size / (time.perf_counter() - started)
+
+    def _fetch_range(self, name: str, start: int, size: int, into: memoryview) -> None:
+        """Over one connection; where ``into`` is smaller than ``size``, it is filled anew."""
         where = f"{self._address[0]}:{self._address[1]}"
-        asked = {"key": self._key, "name": name, "start": start, "stop": start + len(into)}
+        asked = {"key": self._key, "name": name, "start": start, "stop": start + size}
         try:
             with socket.create_connection(self._address, timeout=_TIMEOUT_S) as connection:
                 connection.sendall(json.dumps(asked).encode() + b"\n")
@@ -177,11 +203,12 @@ class TcpInbox:
                     reason = connection.recv(_LONGEST_LINE).decode(errors="replace")
                     raise TransferError(reason or "the publisher closed the connection", where=where)
                 got = 0
-                while got < len(into):
-                    count = connection.recv_into(into[got:])
+                while got < size:
+                    at = got % len(into)
+                    count = connection.recv_into(into[at : at + size - got])
                     if not count:
                         raise TransferError(
-                            f"payload '{name}' broke off after {got} of {len(into)} bytes",
+                            f"payload '{name}' broke off after {got} of {size} bytes",
                             where=where,
                             hint="the publisher went on to another version, or ended; ask for the newest",
                         )
