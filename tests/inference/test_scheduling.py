@@ -76,7 +76,7 @@ class RememberingModel:
     def check(self, tensors: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         return dict(tensors)
 
-    def stage(self, tensors: Mapping[str, Any], *, full_precision: bool) -> Staged:
+    def stage(self, tensors: Mapping[str, Any], *, full_precision: bool = False) -> Staged:
         return Staged(tensors, {}, full_precision)
 
     def bind(self, staged: Staged) -> None:
