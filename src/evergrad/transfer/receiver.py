@@ -298,17 +298,13 @@ class WireReceiver:
         list(proofs().map(copy_bytes, live.values(), (views[name] for name in live)))
 
     def _decode(self, one: _Fetched, views: dict[str, torch.Tensor]) -> None:
-        """Side by side: no two items have a place in common."""
-
-        def decode(item: Item) -> None:
+        for item in one.items:
             copy = self._copies[item.key]
             try:
                 parts = [view_of(one.memory, spec) for spec in item.parts]
                 codec_named(item.codec).decode(parts, region(views, copy.destination, copy.shape))
             except (TransferError, ValueError, RuntimeError, IndexError) as error:
                 raise TransferError(f"'{copy.tensor}' does not decode: {error}", hint="the old version stays") from error
-
-        list(proofs().map(decode, one.items))
 
     def _remember(self, base: int | None, fetched: list[_Fetched]) -> None:
         """Keeps the changes that were just made to a slot, for the day when the other one needs them too."""
