@@ -211,7 +211,7 @@ class Trainer:
 
     def _take_room_for_gradients(self) -> None:
         """Before there are activations: what autograd would make among them stays when they go, and the next micro-batch's do
-        not fit into the gaps. That is a third of a micro-batch of a small model."""
+        not fit into the gaps. That is a third of a micro-batch of a small model. Several ranks hold parts, which FSDP makes."""
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
