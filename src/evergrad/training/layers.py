@@ -116,9 +116,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rows.view(x.shape)
 
 
-def gated_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, room: Room | None = None) -> Tensor:
+def gated_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, room: Room) -> Tensor:
     """``(silu(x gateᵀ) · x upᵀ) downᵀ``; x [rows, width], gate and up [inner, width], down [width, inner]."""
-    return _Gated.apply(x, gate, up, down, room or Room())  # type: ignore[no-untyped-call, no-any-return]
+    return _Gated.apply(x, gate, up, down, room)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -224,7 +224,7 @@ def _is_gated(module: nn.Module) -> bool:
         own = module(x)
     except Exception:  # it wants more than hidden states: nothing that is known here
         return False
-    return _agree(own, gated_feed_forward(x, gate, up, down))
+    return _agree(own, gated_feed_forward(x, gate, up, down, Room()))
 
 
 @torch.no_grad()
