@@ -1,9 +1,10 @@
 """Embeddings, norms, attention and feed-forward layers with a backward pass written out: transformers' numbers, a shorter way.
 
 Autograd keeps what every small step of these layers was given, and walks through memory once or more for each. Written out,
-RMSNorm keeps its output alone, and the feed-forward layer its input and two projections; what else the backward pass needs is
-made again there by a cheap product. At the few hundred nodes of a micro-batch this is a quarter of a model's activations.
-Queries and keys are turned by their positions on the way to where attention reads them, which takes no steps of its own.
+RMSNorm keeps its output alone, the feed-forward layer its input and two projections, attention its input, queries, keys and
+values; what else the backward pass needs is made again there by a cheap product. What is made and dropped lies in one room for
+all layers. At the few hundred nodes of a micro-batch this is a quarter of a model's activations. Queries and keys are turned by
+their positions on the way to where attention reads them, which takes no steps of its own.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _GatedFeedForward:
         if not _are_plain(layers):
             return self._own(x)  # type: ignore[no-any-return]
         rows = x.reshape(-1, x.shape[-1])
-        output = gated_feed_forward(rows, *(layer.weight for layer in layers), self._room)
+        gate, up, down = (layer.weight for layer in layers)
+        output = gated_feed_forward(rows, gate, up, down, self._room)
         return output.view(*x.shape[:-1], -1)
 
 
