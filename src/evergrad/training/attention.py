@@ -191,7 +191,7 @@ def attend_backward(
     Args:
         grads: [K, N·G, D] of what :func:`attend` returned for ``rows``, ``key`` and ``value``.
         room: As for :func:`attend`.
-        output: Where to write that again, for a caller that did not keep it: a seventh product, next to six.
+        output: Where to write that again, for a caller that did not keep it: one product, next to five.
     """
     keys, values = _gathered(key, "keys", plan, room), _gathered(value, "values", plan, room)
     grad_rows = torch.empty_like(rows)
