@@ -164,6 +164,35 @@ def test_samples_are_dealt_once_evenly_and_in_as_few_turns_as_one_would_take(
             assert forest.num_nodes <= size or len(whole) == 1
 
 
+@pytest.mark.parametrize(
+    ("common", "prompt", "at_most", "expected"),
+    [
+        (0, 256, 1024, [1, 1, 1, 1]),  # 256 + 8 · 31 nodes a group
+        (20, 236, 1024, [1, 1, 1, 1]),  # a template's first words are computed four times
+        (0, 120, 1024, [1, 1, 1, 1]),  # 368: a second one would leave 512 behind
+        (0, 512, 1024, [1, 1, 1, 1]),  # 760: whole, though it is more than enough
+        (0, 256, 2048, [2, 2]),
+        (0, 0, 1024, [2, 2]),  # 248
+    ],
+)
+def test_forests_end_where_little_is_shared(common: int, prompt: int, at_most: int, expected: list[int]) -> None:
+    """Groups of eight answers of 32 tokens; how many whole groups each forest has."""
+    groups = [
+        [make_sample([1] * common + [100 + g] * prompt, [200 + 10 * g + member, *[3] * 31]) for member in range(8)]
+        for g in range(4)
+    ]
+    items = [TrainedTokens(s, np.arange(common + prompt or 1, len(s.token_ids)), 32) for group in groups for s in group]
+    found = [{item.sample.token_ids[common + prompt] // 10 for item in forest.items} for forest in plant(items, at_most)]
+    assert [len(each) for each in found] == expected
+    assert sum(expected) == len(set().union(*found))
+
+
+def test_what_shares_more_than_little_is_cut_where_it_must_be() -> None:
+    samples = [make_sample([1] * 40, [member, *[3] * 31]) for member in range(40)]
+    items = [TrainedTokens(sample, np.arange(40, 72), 32) for sample in samples]
+    assert [forest.num_nodes for forest in plant(items, 1024)] == [40 + 31 * 31, 40 + 9 * 31]
+
+
 def test_shares_are_about_equal() -> None:
     groups = [[make_sample([g, g, g, g], [g, member, 1, 2]) for member in range(4)] for g in range(10, 26)]
     items = [TrainedTokens(sample, np.arange(4, 8), 4) for group in groups for sample in group]

@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from evergrad.training.attention import ATTENTION_NAME, AttentionPlans
 from evergrad.training.forest import Forest, TrainedTokens, plant
 from evergrad.training.layers import gated_feed_forward, rms_norm, write_out_backward
+from evergrad.training.room import Room
 from evergrad.training.rotary_attention import rotary_attention
 from tests.training.conftest import make_sample
 
@@ -38,7 +39,7 @@ def test_gradients_are_the_derivatives() -> None:
         given = double(2, 3, WIDTH), weight.requires_grad_()
         assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), given)
     weights = double(INNER, WIDTH), double(INNER, WIDTH), double(WIDTH, INNER)
-    assert torch.autograd.gradcheck(gated_feed_forward, (double(5, WIDTH), *weights))
+    assert torch.autograd.gradcheck(gated_feed_forward, (double(5, WIDTH), *weights, Room()))
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1, 2)], ids=str)
@@ -47,7 +48,7 @@ def test_frozen_weights_get_no_gradient(frozen: tuple[int, ...]) -> None:
     weights = [double(INNER, WIDTH), double(INNER, WIDTH), double(WIDTH, INNER)]
     for number in frozen:
         weights[number].requires_grad_(False)
-    assert torch.autograd.gradcheck(gated_feed_forward, (double(5, WIDTH), *weights))
+    assert torch.autograd.gradcheck(gated_feed_forward, (double(5, WIDTH), *weights, Room()))
 
 
 def forest() -> Forest:
@@ -69,12 +70,34 @@ def test_gradients_of_attention_are_the_derivatives(key_heads: int, window: int 
     given.append(double(WIDTH, heads * width))
     for number in frozen:
         given[number].requires_grad_(False)
-    angles = torch.randn(trees.num_nodes, width, dtype=torch.float64)
+    angles, room = torch.randn(trees.num_nodes, width, dtype=torch.float64), Room()
 
     def attention(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        return rotary_attention(x, weights, (angles.cos(), angles.sin()), plan, 0.4)  # type: ignore[arg-type]
+        return rotary_attention(x, weights, (angles.cos(), angles.sin()), plan, 0.4, room)  # type: ignore[arg-type]
 
     assert torch.autograd.gradcheck(attention, given)
+
+
+def test_layers_that_share_a_room_compute_what_each_would_alone() -> None:
+    """Bit for bit, whatever shapes lay there before."""
+    torch.manual_seed(0)
+    trees, width = forest(), 6
+    plan = AttentionPlans(trees, torch.device("cpu"), torch.float64).for_window(None)
+    angles = torch.randn(trees.num_nodes, width, dtype=torch.float64)
+    given = [double(trees.num_nodes, WIDTH), *(double(4 * width, WIDTH) for _ in range(3)), double(WIDTH, 4 * width)]
+    narrow, wide = ([double(size, WIDTH), double(size, WIDTH), double(WIDTH, size)] for size in (INNER, 3 * INNER))
+
+    def gradients(rooms: list[Room]) -> list[torch.Tensor]:
+        x, *weights = given
+        for room in rooms[:2]:
+            x = rotary_attention(x, tuple(weights), (angles.cos(), angles.sin()), plan, 0.4, room)  # type: ignore[arg-type]
+        for layer, room in zip((narrow, wide, narrow), rooms[2:], strict=True):
+            x = gated_feed_forward(x, *layer, room)
+        return [x, *torch.autograd.grad(x.square().sum(), [*given, *narrow, *wide])]
+
+    shared = Room()
+    for found, expected in zip(gradients([shared] * 5), gradients([Room() for _ in range(5)]), strict=True):
+        assert torch.equal(found, expected)
 
 
 def attention(kind: str = "llama", **fields: Any) -> nn.Module:
@@ -289,7 +312,7 @@ def test_a_layer_with_adapters_or_bias_runs_its_own_forward() -> None:
     adapted = feed_forward()
     write_out_backward(adapted)
     adapted.up_proj = nn.Sequential(adapted.up_proj, nn.Tanh())  # as an adapter does: another module in its place
-    assert not torch.allclose(adapted(x), gated_feed_forward(x, *(p for p in adapted.parameters())))
+    assert not torch.allclose(adapted(x), gated_feed_forward(x, *adapted.parameters(), Room()))
 
 
 def test_attention_with_adapters_runs_its_own_forward() -> None:

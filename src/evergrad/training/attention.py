@@ -7,8 +7,6 @@ trunk shared by many answers is one range read by all of them, and what is compu
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from evergrad.training.forest import Forest, IntArray
+from evergrad.training.room import Room
 
 ATTENTION_NAME = "evergrad_forest"
 """Under this name transformers finds :func:`forest_attention`."""
@@ -137,7 +136,7 @@ class _ForestAttention(torch.autograd.Function):
         rows = _to_rows(query, len(key)).mul_(scaling)
         ctx.save_for_backward(rows, key, value)
         ctx.plan, ctx.scaling = plan, scaling
-        return _from_rows(attend(rows, key, value, plan), len(query))
+        return _from_rows(attend(rows, key, value, plan, torch.empty_like(rows), Room()), len(query))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -145,11 +144,11 @@ class _ForestAttention(torch.autograd.Function):
         grad_key = torch.zeros_like(key, memory_format=torch.contiguous_format)
         grad_value = torch.zeros_like(value, memory_format=torch.contiguous_format)
         grads = _to_rows(grad_output, len(key))
-        grad_rows = attend_backward(grads, rows, key, value, ctx.plan, grad_key, grad_value)
+        grad_rows = attend_backward(grads, rows, key, value, ctx.plan, grad_key, grad_value, Room())
         return _from_rows(grad_rows.mul_(ctx.scaling), len(grad_output)), grad_key, grad_value, None, None
 
 
-def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, output: Tensor, room: Room) -> Tensor:
     """What every node reads from its ancestors and itself.
 
     Each of the K key heads serves G query heads. The G heads of a node are rows next to one another: a block of nodes is then
@@ -158,14 +157,14 @@ def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Ten
     Args:
         rows: [K, N·G, D] queries, multiplied by the scaling.
         key: [K, N, D], as is ``value``.
+        output: [K, N·G, D], where to write what is read.
+        room: For one block at a time: what is written again and again stays in the cache.
 
     Returns:
-        [K, N·G, D].
+        ``output``.
     """
-    keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
-    output = torch.empty_like(rows)
+    keys, values = _gathered(key, "keys", plan, room), _gathered(value, "values", plan, room)
     group = rows.shape[1] // key.shape[1]
-    room = _room_for_scores(rows, plan, group)
     for block in plan.blocks:
         part = _rows_of(block, group)
         probabilities = _probabilities(rows[:, part], keys[:, block.gathered], block, group, room)
@@ -174,7 +173,15 @@ def attend(rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Ten
 
 
 def attend_backward(
-    grads: Tensor, rows: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, grad_key: Tensor, grad_value: Tensor
+    grads: Tensor,
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    room: Room,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Adds to ``grad_key`` and ``grad_value`` [K, N, D]; returns the gradient of ``rows``.
 
@@ -183,17 +190,20 @@ def attend_backward(
 
     Args:
         grads: [K, N·G, D] of what :func:`attend` returned for ``rows``, ``key`` and ``value``.
+        room: As for :func:`attend`.
+        output: Where to write that again, for a caller that did not keep it: one product, next to five.
     """
-    keys, values = key.index_select(1, plan.key_index), value.index_select(1, plan.key_index)
+    keys, values = _gathered(key, "keys", plan, room), _gathered(value, "values", plan, room)
     grad_rows = torch.empty_like(rows)
     group = rows.shape[1] // key.shape[1]
-    room, room_for_grads = _room_for_scores(rows, plan, group), _room_for_scores(rows, plan, group)
     for block in plan.blocks:
         part = _rows_of(block, group)
         asked, read = keys[:, block.gathered], values[:, block.gathered]
         probabilities = _probabilities(rows[:, part], asked, block, group, room)
+        if output is not None:
+            torch.bmm(probabilities, read, out=output[:, part])
         _add_to_ranges(grad_value, torch.bmm(probabilities.transpose(1, 2), grads[:, part]), block.ranges)
-        grad_scores = torch.bmm(grads[:, part], read.transpose(1, 2), out=_view(room_for_grads, probabilities.shape))
+        grad_scores = torch.bmm(grads[:, part], read.transpose(1, 2), out=room.take("gradients", probabilities.shape, rows))
         # d softmax: p · (g − Σ p g); masked entries have p = 0 and so stay 0.
         torch._softmax_backward_data(grad_scores, probabilities, -1, probabilities.dtype, grad_input=grad_scores)
         torch.bmm(grad_scores, asked, out=grad_rows[:, part])
@@ -219,18 +229,16 @@ def _rows_of(block: Block, group: int) -> slice:
     return slice(block.queries.start * group, block.queries.stop * group)
 
 
-def _room_for_scores(rows: Tensor, plan: AttentionPlan, group: int) -> Tensor:
-    """For the scores of one block at a time: what is written again and again stays in the cache."""
-    return rows.new_empty(max(block.num_scores for block in plan.blocks) * len(rows) * group)
+def _gathered(heads: Tensor, name: str, plan: AttentionPlan, room: Room) -> Tensor:
+    """[K, N, D] → [K, keys of all blocks, D]."""
+    gathered = room.take(name, (len(heads), len(plan.key_index), heads.shape[2]), heads)
+    return torch.index_select(heads, 1, plan.key_index, out=gathered)
 
 
-def _view(room: Tensor, shape: Sequence[int]) -> Tensor:
-    return room[: math.prod(shape)].view(shape)
-
-
-def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int, room: Tensor) -> Tensor:
+def _probabilities(rows: Tensor, keys: Tensor, block: Block, group: int, room: Room) -> Tensor:
     """[K, rows, keys] in ``room``."""
-    scores = torch.bmm(rows, keys.transpose(1, 2), out=_view(room, (*rows.shape[:2], keys.shape[1])))
+    place = room.take("scores", (*rows.shape[:2], keys.shape[1]), rows)
+    scores = torch.bmm(rows, keys.transpose(1, 2), out=place)
     scores.view(len(rows), -1, group, scores.shape[-1])[..., block.num_open :] += block.bias[:, None]
     return torch.softmax(scores, -1, out=scores)
 

@@ -111,7 +111,8 @@ class TrainerConfig(Config):
     critic: CriticConfig | None = None
     """For advantages that come from a critic; none when absent."""
     micro_batch_tokens: int = Field(default=1024, ge=1)
-    """Distinct tokens computed at once; bounds memory, changes no gradient."""
+    """Distinct tokens computed at once; bounds memory, changes no gradient. Where samples share next to nothing, half of
+    it is taken, if that is enough for fast products."""
     memory_gib: float | None = Field(default=None, gt=0)
     """What the tensors of each rank may take: weights, gradients, optimizer and activations; the libraries take their share
     besides. Micro-batches become smaller to fit, then activations are computed twice instead of kept. Changes no gradient."""

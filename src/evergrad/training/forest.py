@@ -24,6 +24,11 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Together = Literal["rollout", "group"]
 
+_ENOUGH = 512
+"""Nodes from which on a forest is computed no faster for being larger, by a CPU."""
+_LITTLE = 1 / 32
+"""Share of ``max_nodes`` that a cut may compute again and be worth the memory it saves: a chat template's first words."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
@@ -96,15 +101,17 @@ class Forest:
 def plant(trained: Sequence[TrainedTokens], max_nodes: int, *, keep: Together | None = None) -> list[Forest]:
     """Cuts samples into forests of at most ``max_nodes`` nodes each, or one sample where that alone is longer.
 
-    The cut depends only on the samples, not on their order. Nothing after a sample's last trained token is computed, nor is
-    that token itself: it is only predicted.
+    Where samples share next to nothing with those before them, as groups do that have a chat template in common, a forest ends
+    at half of that already, if it has enough nodes to be computed fast: larger ones only take more memory. Elsewhere a cut
+    computes what is shared again. The cut depends only on the samples, not on their order. Nothing after a sample's last
+    trained token is computed, nor is that token itself: it is only predicted.
 
     Args:
         trained: Samples with at least one position each.
         max_nodes: Distinct tokens of one forest.
         keep: What is never cut: the samples of one ``group_id``, or of one rollout.
     """
-    row = _Row.of(trained, keep)
+    row = _Row.of(trained, keep, max_nodes)
     return [grow(row.items(part)) for part in row.cut(max_nodes)]
 
 
@@ -121,7 +128,7 @@ def deal(
         trained: As for :func:`plant`, as are ``max_nodes`` and ``keep``.
         num_shares: Ranks that compute at the same time.
     """
-    row = _Row.of(trained, keep)
+    row = _Row.of(trained, keep, max_nodes)
     wanted = -(-len(row.cut(max_nodes)) // num_shares) * num_shares
     low, high = 1, max_nodes
     while low < high:
@@ -143,9 +150,13 @@ class _Row:
     blocks: list[list[TrainedTokens]]
     alone: list[int]
     after: list[int]
+    joined: int
+    """Nodes of a forest that ends before a tree."""
+    trees: dict[int, int]
+    """Blocks that share little with the one before them: nodes from there to the next such block."""
 
     @classmethod
-    def of(cls, trained: Sequence[TrainedTokens], keep: Together | None) -> _Row:
+    def of(cls, trained: Sequence[TrainedTokens], keep: Together | None, max_nodes: int) -> _Row:
         blocks = _blocks(trained, keep)
         alone, after = [], []
         previous: IntArray | None = None
@@ -153,14 +164,21 @@ class _Row:
             alone.append(_new_nodes(block, None)[0])
             new, previous = _new_nodes(block, previous)
             after.append(new)
-        return cls(blocks, alone, after)
+        trees: dict[int, int] = {}
+        root = 0
+        for number, new in enumerate(after):
+            if alone[number] - new <= max_nodes * _LITTLE:
+                root = number
+            trees[root] = trees.get(root, 0) + new
+        return cls(blocks, alone, after, max(_ENOUGH, max_nodes // 2), trees)
 
     def cut(self, max_nodes: int) -> list[range]:
-        """Blocks of each forest: as many as fit, one at least."""
+        """Blocks of each forest: as many as fit, one at least; see :func:`plant`."""
         parts: list[range] = []
         start = num_nodes = 0
         for number in range(len(self.blocks)):
-            if number > start and num_nodes + self.after[number] > max_nodes:
+            joins = number not in self.trees or num_nodes + self.trees[number] <= self.joined
+            if number > start and not (joins and num_nodes + self.after[number] <= max_nodes):
                 parts.append(range(start, number))
                 start, num_nodes = number, 0
             num_nodes += self.after[number] if number > start else self.alone[number]

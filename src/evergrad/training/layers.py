@@ -1,9 +1,10 @@
 """Embeddings, norms, attention and feed-forward layers with a backward pass written out: transformers' numbers, a shorter way.
 
 Autograd keeps what every small step of these layers was given, and walks through memory once or more for each. Written out,
-RMSNorm keeps its output alone, and the feed-forward layer its input and two projections; what else the backward pass needs is
-made again there by a cheap product. At the few hundred nodes of a micro-batch this is a quarter of a model's activations.
-Queries and keys are turned by their positions on the way to where attention reads them, which takes no steps of its own.
+RMSNorm keeps its output alone, the feed-forward layer its input and two projections, attention its input, queries, keys and
+values; what else the backward pass needs is made again there by a cheap product. What is made and dropped lies in one room for
+all layers. At the few hundred nodes of a micro-batch this is a quarter of a model's activations. Queries and keys are turned by
+their positions on the way to where attention reads them, which takes no steps of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 from evergrad.training.attention import AttentionPlans
 from evergrad.training.forest import Forest, TrainedTokens, grow
+from evergrad.training.room import Room
 from evergrad.training.rotary_attention import rotary_attention
 from evergrad.training.weight_gradients import looked_up, weight_gradient
 from evergrad.types import TrainingSample
@@ -35,14 +37,15 @@ def write_out_backward(model: nn.Module) -> None:
     RMSNorm: Zhang & Sennrich 2019 (arXiv 1910.07467). Feed-forward with a gate, SwiGLU: Shazeer 2020 (arXiv 2002.05202).
     Attention with rotary positions: see :mod:`evergrad.training.rotary_attention`.
     """
+    room = Room()
     for module in model.modules():
         if _is_norm(module):
             module.forward = _Norm(module)
         elif _is_gated(module):
-            module.forward = _GatedFeedForward(module)
+            module.forward = _GatedFeedForward(module, room)
         elif _is_embedding(module):
             module.forward = _Embedding(module)
-        elif (attention := _as_rotary(module)) is not None:
+        elif (attention := _as_rotary(module, room)) is not None:
             module.forward = attention
 
 
@@ -76,8 +79,8 @@ class _Norm:
 class _GatedFeedForward:
     """Forward of ``down(silu(gate(x)) · up(x))`` for plain linear layers; of adapted or sharded ones it is the module's own."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._own = module, module.forward
+    def __init__(self, module: nn.Module, room: Room) -> None:
+        self._module, self._own, self._room = module, module.forward, room
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
@@ -85,15 +88,16 @@ class _GatedFeedForward:
         if not _are_plain(layers):
             return self._own(x)  # type: ignore[no-any-return]
         rows = x.reshape(-1, x.shape[-1])
-        output = gated_feed_forward(rows, *(layer.weight for layer in layers))
+        gate, up, down = (layer.weight for layer in layers)
+        output = gated_feed_forward(rows, gate, up, down, self._room)
         return output.view(*x.shape[:-1], -1)
 
 
 class _RotaryAttention:
     """Forward of an attention module over a forest; with adapted or sharded layers it is the module's own."""
 
-    def __init__(self, module: nn.Module, window: int | None) -> None:
-        self._module, self._own, self._window = module, module.forward, window
+    def __init__(self, module: nn.Module, window: int | None, room: Room) -> None:
+        self._module, self._own, self._window, self._room = module, module.forward, window, room
 
     def __call__(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
         module: Any = self._module
@@ -103,7 +107,8 @@ class _RotaryAttention:
         cos, sin = given["position_embeddings"]
         plan = given["forest_plans"].for_window(self._window)
         query, key, value, output = (layer.weight for layer in layers)
-        read = rotary_attention(hidden_states[0], (query, key, value, output), (cos[0], sin[0]), plan, module.scaling)
+        weights, position = (query, key, value, output), (cos[0], sin[0])
+        read = rotary_attention(hidden_states[0], weights, position, plan, module.scaling, self._room)
         return read[None], None
 
 
@@ -113,9 +118,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rows.view(x.shape)
 
 
-def gated_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def gated_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, room: Room) -> Tensor:
     """``(silu(x gateᵀ) · x upᵀ) downᵀ``; x [rows, width], gate and up [inner, width], down [width, inner]."""
-    return _Gated.apply(x, gate, up, down)  # type: ignore[no-untyped-call, no-any-return]
+    return _Gated.apply(x, gate, up, down, room)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -147,25 +152,30 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        gated, raised = torch.mm(x, gate.t()), torch.mm(x, up.t())
-        ctx.save_for_backward(x, gate, up, down, gated, raised)
-        return torch.mm(functional.silu(gated).mul_(raised), down.t())
+    """Keeps both projections; what ``down`` is given is made of them twice."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, room: Room) -> Tensor:
+        gated, raised = torch.mm(x, gate.t()), torch.mm(x, up.t())
+        ctx.save_for_backward(x, gate, up, down, gated, raised)
+        ctx.room = room
+        inner = torch.ops.aten.silu.out(gated, out=room.take("inner", gated.shape, gated)).mul_(raised)
+        return torch.mm(inner, down.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gated, raised = ctx.saved_tensors
-        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
+        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad[:4]
         grad_inner = torch.mm(grad, down)
         active = functional.silu(gated)
-        grad_down = weight_gradient(down, grad, active * raised) if wants_down else None
+        inner = torch.mul(active, raised, out=ctx.room.take("inner", gated.shape, gated)) if wants_down else None
+        grad_down = weight_gradient(down, grad, inner) if inner is not None else None
         grad_raised = active.mul_(grad_inner)
         grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(raised), gated)
         grad_x = torch.mm(grad_gated, gate).addmm_(grad_raised, up) if wants_x else None
         grad_gate = weight_gradient(gate, grad_gated, x) if wants_gate else None
         grad_up = weight_gradient(up, grad_raised, x) if wants_up else None
-        return grad_x, grad_gate, grad_up, grad_down
+        return grad_x, grad_gate, grad_up, grad_down, None
 
 
 def _are_plain(layers: Sequence[Any]) -> bool:
@@ -216,11 +226,11 @@ def _is_gated(module: nn.Module) -> bool:
         own = module(x)
     except Exception:  # it wants more than hidden states: nothing that is known here
         return False
-    return _agree(own, gated_feed_forward(x, gate, up, down))
+    return _agree(own, gated_feed_forward(x, gate, up, down, Room()))
 
 
 @torch.no_grad()
-def _as_rotary(module: nn.Module) -> _RotaryAttention | None:
+def _as_rotary(module: nn.Module, room: Room) -> _RotaryAttention | None:
     """The replacement of an attention module that turns pairs half a head apart, and does nothing else to its projections."""
     layers = _projections(module)
     width, scaling = getattr(module, "head_dim", None), getattr(module, "scaling", None)
@@ -243,8 +253,8 @@ def _as_rotary(module: nn.Module) -> _RotaryAttention | None:
     if len(plans.windows) != 1:
         return None
     (window,) = plans.windows
-    expected = rotary_attention(x, (query, key, value, output), (cos, sin), plans.for_window(window), scaling)
-    return _RotaryAttention(module, window) if _agree(own, expected[None]) else None
+    expected = rotary_attention(x, (query, key, value, output), (cos, sin), plans.for_window(window), scaling, room)
+    return _RotaryAttention(module, window, room) if _agree(own, expected[None]) else None
 
 
 def _probe_forest() -> Forest:
