@@ -91,7 +91,7 @@ async def start_ours(
     quantization: Literal["int8"] | None = None,
 ) -> Server:
     config = EngineConfig(model=str(model), threads=threads, quantization=quantization)
-    worker = await placement.start(name, "evergrad.inference", config, large_pages=True)
+    worker = await placement.start(name, "evergrad.inference", config)
     client = await stack.enter_async_context(EngineClient(worker.base_url, worker.token))
     return Server(client, worker)
 

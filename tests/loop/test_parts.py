@@ -319,42 +319,6 @@ async def test_a_dying_worker_is_named_with_its_last_words(tmp_path: Path, monke
             await placement.start("nobody", "no_such_module", GateConfig())
 
 
-@pytest.mark.parametrize(
-    ("asked", "given", "found"),
-    [
-        (False, None, None),
-        (True, None, "glibc.malloc.hugetlb=1"),
-        (True, "glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"),
-        (True, "glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
-    ],
-)
-async def test_who_asks_for_large_pages_gets_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, given: str | None, found: str | None
-) -> None:
-    """And what the user told the allocator stays."""
-    (tmp_path / "large.py").write_text(
-        "import json, time\nheld = bytearray(16 << 20)\nprint(json.dumps({'port': 1}), flush=True)\ntime.sleep(600)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("GLIBC_TUNABLES", given)
-    assert _local._environment("token", asked).get("GLIBC_TUNABLES") == found
-    async with LocalPlacement(tmp_path / "logs") as placement:
-        worker = await placement.start("victim", "large", GateConfig(), large_pages=asked)
-        if _offers_large_pages():
-            assert _uses_large_pages(worker.process.pid) == (found is not None and "hugetlb=1" in found)
-
-
-def _offers_large_pages() -> bool:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return setting.exists() and "[madvise]" in setting.read_text()
-
-
-def _uses_large_pages(pid: int) -> bool:
-    return re.search(r"^VmFlags:.* hg", Path(f"/proc/{pid}/smaps").read_text(), re.MULTILINE) is not None
-
-
 SLOW_START = """
 import json, sys, time
 work, rest = float(sys.argv[-2]), float(sys.argv[-1])

@@ -56,7 +56,7 @@ class EngineMaker:
             config = EngineConfig(
                 model=str(self.model), threads=self.threads, seed=self.seed, quantization=self.settings.quantization
             )
-            worker = await self.placement.start(name, "evergrad.inference", config, large_pages=True, on_death=on_death)
+            worker = await self.placement.start(name, "evergrad.inference", config, on_death=on_death)
             return EngineClient(worker.base_url, worker.token), worker
         started = await self._start_vllm(name, on_death) if self.settings.starts_server else None
         client = self._client(started)

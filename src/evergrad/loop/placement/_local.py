@@ -35,9 +35,6 @@ HEALTH_TIMEOUT_S = 5.0
 LOOKS = 10
 """How many looks in a row must find a worker stuck."""
 
-_LARGE_PAGES = "glibc.malloc.hugetlb"
-"""What glibc's allocator calls it; a value that the user gave it counts."""
-
 
 class WorkerDied(EvergradError):
     """A worker ended by itself; carries what it last said."""
@@ -105,15 +102,12 @@ class LocalPlacement:
         arguments: Sequence[str] = (),
         *,
         log: str | None = None,
-        large_pages: bool = False,
         on_death: Callable[[WorkerDied], None] | None = None,
     ) -> Worker:
         """Starts ``python -m module`` and waits until it answers.
 
         Args:
             log: Its file where several may bear one name.
-            large_pages: Its memory in pages of 2 MB where the system has them: what reads weights faster than it computes
-                with them gains, for up to 2 MB more a tensor.
             on_death: Told of its death in place of :meth:`watch`, by who can do without it.
 
         Raises:
@@ -130,7 +124,7 @@ class LocalPlacement:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                env=_environment(token, large_pages),
+                env={**os.environ, "EVERGRAD_TOKEN": token, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C goes to the controller alone, which then stops its workers in order
             )
         worker = Worker(name, process, "", token, log_path, log_start)
@@ -175,15 +169,6 @@ class LocalPlacement:
                     worker.illness = f"stuck for {self._stuck_after_s:g} s: {complaint}"
                     worker.process.kill()
                     return
-
-
-def _environment(token: str, large_pages: bool) -> dict[str, str]:
-    found = {**os.environ, "EVERGRAD_TOKEN": token, "PYTHONUNBUFFERED": "1"}
-    tunables = found.get("GLIBC_TUNABLES", "")
-    if large_pages and _LARGE_PAGES not in tunables:
-        # Read before a process begins, so nothing that it does by itself comes early enough.
-        found["GLIBC_TUNABLES"] = ":".join(filter(None, [tunables, f"{_LARGE_PAGES}=1"]))
-    return found
 
 
 async def _unless_idle(line: Coroutine[Any, Any, bytes], pid: int) -> bytes:
