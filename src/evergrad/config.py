@@ -211,9 +211,14 @@ def _hashable(annotation: Any) -> Any:
 
 
 def _describe(model: type[BaseModel], item: Any) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    if item["type"] != "extra_forbidden":
-        return f"{path or 'configuration'}: {item['msg'].removeprefix('Value error, ')}"
+    path, kind = ".".join(str(part) for part in item["loc"]), item["type"]
+    if kind == "missing":
+        return f"{path} is missing; give it"
+    if kind == "model_type" and (wanted := _model_at(model, item["loc"])):
+        return f"{path or 'configuration'}: {item['input']!r} stands where keys belong: {', '.join(wanted.model_fields)}"
+    if kind != "extra_forbidden":
+        given = f", not {item['input']!r}" if kind == "literal_error" else ""
+        return f"{path or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{given}"
     owner = _model_at(model, item["loc"][:-1])
     hint = nearest(str(item["loc"][-1]), owner.model_fields) if owner else ""
     return f"unknown key '{path}': {hint}".rstrip(": ")

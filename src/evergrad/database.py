@@ -26,7 +26,7 @@ Upgrade = Callable[[sa.Connection, int], None]
 
 
 class DatabaseError(EvergradError):
-    """A store that cannot be opened."""
+    """A store that cannot be opened, read or written."""
 
 
 class Database:
@@ -80,11 +80,20 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """One consistent view; sees all that had committed when it began."""
-        postgres = self.engine.dialect.name == "postgresql"
-        options = {"isolation_level": "REPEATABLE READ"} if postgres else {}
-        with self.engine.connect().execution_options(**options) as connection, connection.begin():
-            yield connection
+        """One consistent view; sees all that had committed when it began.
+
+        Raises:
+            DatabaseError: the database cannot be read: gone, damaged, or out of file descriptors.
+        """
+        try:
+            with self._view() as connection:
+                yield connection
+        except sa.exc.DBAPIError as error:
+            raise DatabaseError(
+                f"cannot read the {self._room} database: {error.orig}",
+                where=self.where,
+                hint="see whether the file is there and whole, and how many files are open",
+            ) from error
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -104,6 +113,13 @@ class Database:
             raise DatabaseError(
                 f"cannot write to the {self._room} database: {error.orig}", where=self.where, hint=hint
             ) from error
+
+    @contextmanager
+    def _view(self) -> Iterator[sa.Connection]:
+        postgres = self.engine.dialect.name == "postgresql"
+        options = {"isolation_level": "REPEATABLE READ"} if postgres else {}
+        with self.engine.connect().execution_options(**options) as connection, connection.begin():
+            yield connection
 
     def _ensure_schema(self) -> None:
         schemas = sa.Table(
@@ -141,7 +157,7 @@ class Database:
                 connection.execute(schemas.update().where(mine).values(version=self._schema_version))
 
     def _stored_version(self, schemas: sa.Table) -> int | None:
-        with self.read() as connection:
+        with self._view() as connection:
             if not sa.inspect(connection).has_table(schemas.name):
                 return None
             return connection.execute(sa.select(schemas.c.version).where(schemas.c.room == self._room)).scalar()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from evergrad.loop.traffic import Redact, TrafficStore
-from evergrad.service._gateway import Gateway, _Server
+from evergrad.service._chats import ChatRequest
+from evergrad.service._gateway import _ALIKE, Gateway, _Server
+from evergrad.types import Message
 
 Handler = Callable[[Request], Any]
 
@@ -189,6 +193,52 @@ async def test_the_engine_hears_that_a_client_left(tmp_path: Path) -> None:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await left.wait()
+
+
+class _Endless(httpx.AsyncByteStream):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            yield b"data: {}\n\n"
+
+
+async def test_an_answer_to_a_client_who_left_by_then_is_closed_all_the_same(tmp_path: Path) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)
+
+    answer = httpx.Response(200, stream=_Endless())
+    with TrafficStore(tmp_path / "traffic.sqlite") as store:
+        passed = Gateway("http://127.0.0.1:9", store, str.upper, lambda: "v1")._passed(answer)
+        await passed({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    assert answer.is_closed, "the engine would go on for nobody"
+
+
+async def test_of_a_probe_that_asks_the_same_for_ever_only_so_much_is_remembered(tmp_path: Path) -> None:
+    with TrafficStore(tmp_path / "traffic.sqlite") as store:
+        gateway = Gateway("http://127.0.0.1:9", store, str.upper, lambda: "v1")
+        said = (Message("user", "are you well?"), Message("assistant", "yes"))
+        probe = ChatRequest("default", None, "", said, {}, "v1")
+        for number in range(3 * _ALIKE):
+            gateway._remember(probe, f"trace-{number}")
+        asked = replace(probe, messages=(*said, Message("user", "and now?")))
+        assert gateway._continued(asked) == f"trace-{2 * _ALIKE}"
+        assert sum(map(len, gateway._open.values())) < _ALIKE
+
+
+async def test_a_store_that_cannot_be_read_is_told_to_the_operator_and_to_the_client_what_concerns_him(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with behind(tmp_path, Counting()) as (client, _):
+        with sqlite3.connect(tmp_path / "traffic.sqlite") as connection:
+            connection.execute("ALTER TABLE tenant_keys RENAME TO lost")
+        answer = await client.post("/v1/chat/completions", json=body("hello"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "no such table: tenant_keys" in capfd.readouterr().err
+        with sqlite3.connect(tmp_path / "traffic.sqlite") as connection:
+            connection.execute("ALTER TABLE lost RENAME TO tenant_keys")
+        assert await ask(client, "hello")
 
 
 async def test_errors_of_the_engine_are_passed_on_as_they_are(tmp_path: Path) -> None:

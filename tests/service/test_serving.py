@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -29,8 +30,10 @@ from safetensors.torch import load_file, save_file
 
 from evergrad.envs import load_environment
 from evergrad.inference import EngineClient
+from evergrad.loop.traffic import TrafficStore
 from evergrad.registry import Registry, base_model
-from evergrad.service._serving import _hints
+from evergrad.service._canary import Canary
+from evergrad.service._serving import _Follower, _hints, _Served
 from evergrad.service.cli import command
 from evergrad.service.client import Client, ClientError
 from evergrad.training import TrainerClient
@@ -222,6 +225,42 @@ def test_a_version_that_cannot_be_loaded_leaves_the_old_one_serving(server: Serv
     with Registry(served / "registry.sqlite") as registry:
         registry.rollback("production")
     assert ask(server.url) == before
+
+
+async def test_a_registry_that_cannot_be_read_for_a_while_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evergrad.service._serving.POLL_S", 0.01)
+    loaded = asyncio.Queue[str]()
+
+    class Engine:
+        async def load(self, run: Path, version: ModelVersion, names: tuple[str, str]) -> None:
+            loaded.put_nowait(version.version_id)
+
+    path, told = tmp_path / "registry.sqlite", ""
+    with Registry(path) as registry, TrafficStore(tmp_path / "traffic.sqlite") as store:
+        first, second = (ModelVersion(name, None, 1, f"versions/{name}", "tiny", "r", "2026") for name in ("v1", "v2"))
+        for each in (first, second):
+            registry.register(each)
+        registry.promote("production", "v1", bootstrap=True)
+        engine: Any = Engine()
+        follower = _Follower(tmp_path, "production", _Served(first), engine, registry, Canary("production"), store)
+        following = asyncio.create_task(follower.follow())
+        with sqlite3.connect(path) as connection:
+            connection.execute("ALTER TABLE aliases RENAME TO lost")
+        while "cannot read the registry database" not in told and not following.done():
+            await asyncio.sleep(0.01)
+            told += capfd.readouterr().err
+        with sqlite3.connect(path) as connection:
+            connection.execute("ALTER TABLE lost RENAME TO aliases")
+        registry.promote("production", "v2", Verdict(True, ("better",), {}, "v2", "v1"))
+        moved = asyncio.create_task(loaded.get())
+        await asyncio.wait({moved, following}, return_when=asyncio.FIRST_COMPLETED)
+        assert moved.done()
+        assert moved.result() == "v2"
+        assert "v1 goes on serving" in told
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 @pytest.mark.parametrize("environment", ["support_desk", "no_such_thing"])

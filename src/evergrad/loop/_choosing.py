@@ -10,10 +10,11 @@ from typing import Any
 
 from evergrad.ledger import NOTHING, Choice, Try, choose_arm
 from evergrad.loop._figures import count, usd
-from evergrad.loop._folder import LoopState
+from evergrad.loop._folder import LoopState, Stage
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._spending import budget_left
 from evergrad.loop.config import MergeConfig, RunConfig
+from evergrad.loop.triggers import URGENT
 from evergrad.registry import Registry
 from evergrad.types import ModelVersion
 
@@ -45,13 +46,32 @@ class Proposal:
     merge: MergePlan | None = None
 
 
-def tries_on(state: LoopState, suite: str) -> list[Try]:
-    """What later cycles have gained on a suite, and for how much; what was not promoted has gained nothing."""
+def tries_on(state: LoopState, suite: str, since: int = 0) -> list[Try]:
+    """What later cycles have gained on a suite, and for how much; what was not promoted has gained nothing.
+
+    Args:
+        since: The first cycle that counts.
+    """
     return [
         Try(row["arm"], max(0.0, row["score_after"] - row["score_before"]) if row["verdict"] == "promoted" else 0.0, row["usd"])
         for row in state.cycles
         if row.get("arm") is not None and row["usd"] is not None and row["suite"].partition("#")[0] == suite
+        if row["cycle"] >= since
     ]
+
+
+def _alarmed_since(state: LoopState) -> int:
+    """The cycle from which on the world has said that the service fails, and nothing was promoted against that."""
+    urgent = {
+        each["cycle"] + 1
+        for each in state.decisions
+        if each["stage"] == Stage.WATCH and URGENT & set(each["evidence"].get("fired", ()))
+    }
+    promoted = {row["cycle"] for row in state.cycles if row["verdict"] == "promoted"}
+    since = state.cycle
+    while since - 1 in urgent - promoted:
+        since -= 1
+    return since
 
 
 def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: str, run: Path) -> dict[str, Proposal]:
@@ -147,9 +167,10 @@ def choose(
         suite: What is deployed now; only tries on it count.
         spent: Dollars of the whole run.
         arms: Those that have something left to try.
-        urgent: The world says that the service fails: what arms gained before says nothing of what they would gain now.
+        urgent: The world says that the service fails: what arms gained before it began to says nothing of what they would gain
+            now.
     """
-    tries = [] if urgent else tries_on(state, suite)
+    tries = tries_on(state, suite, _alarmed_since(state) if urgent else 0)
     worth = None if config.worth is None else config.worth.usd_per_score
     left = budget_left(config, spent)
     if not arms:
@@ -157,13 +178,14 @@ def choose(
     return choose_arm(arms, tries, usd_per_score=worth, hurdle=config.budget.hurdle, budget_left=left)
 
 
-def told(choice: Choice) -> str:
+def told(choice: Choice, *, urgent: bool = False) -> str:
     """The choice in a sentence."""
     if not choice.values:
         return "no arm has anything left to try over these weights: no prompt, and no merge"
     best = choice.values[0]
     if not best.tries:
-        return f"{choice.arm} was not tried on this suite yet" if choice.arm != NOTHING else "no arm can be paid for"
+        untried = f"{choice.arm} was not tried {'since this began' if urgent else 'on this suite yet'}"
+        return untried if choice.arm != NOTHING else "no arm can be paid for"
     promised = f"{best.arm} may gain {best.gain_bound:.3f} at most for {usd(best.usd_bound)} at least"
     if choice.arm == NOTHING:
         return (

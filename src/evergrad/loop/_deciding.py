@@ -17,9 +17,7 @@ from evergrad.loop._folder import Stage
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
 from evergrad.loop.decisions import Decision
-
-URGENT = frozenset({"contract", "fall"})
-"""Triggers by which the world says that the version in service fails, whatever it scored before."""
+from evergrad.loop.triggers import URGENT
 
 
 async def decide(session: Session) -> Decision:
@@ -50,9 +48,9 @@ async def decide(session: Session) -> Decision:
     choice = choose(session.config, state, suite, session.spent_usd(), list(arms), urgent=bool(urgent))
     figures = {**_evidence(session), **evidence(choice)}
     if choice.arm == NOTHING:
-        return _told(session, Decision(Stage.WATCH, NOTHING, told(choice), figures))
+        return _told(session, Decision(Stage.WATCH, NOTHING, told(choice, urgent=bool(urgent)), figures))
     state.arm = choice.arm
-    return _tries(session, arms[choice.arm], f"{state.trigger}: {told(choice)}", figures)
+    return _tries(session, arms[choice.arm], f"{state.trigger}: {told(choice, urgent=bool(urgent))}", figures)
 
 
 def _tries(session: Session, proposal: Proposal, why: str, figures: dict[str, Any]) -> Decision:

@@ -31,6 +31,9 @@ from evergrad.types import Rollout
 if TYPE_CHECKING:
     from evergrad.loop.traffic import CustomerOutcomes
 
+URGENT = frozenset({"contract", "fall"})
+"""By these the world says that the version in service fails, whatever it scored before."""
+
 _OTHER_REQUESTS = "requests are other ones than the environment makes"
 
 

@@ -36,6 +36,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field, StrictStr, model_validator
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from evergrad.config import Config, ConfigError, parse_config
 from evergrad.envs import content_hash
@@ -57,7 +58,9 @@ _CHAT = "/v1/chat/completions"
 _MAX_BODY = 16 << 20
 """Bytes; the engine, which knows its context, refuses less than this."""
 _REMEMBERED = 100_000
-"""Conversations that may go on."""
+"""Beginnings of conversations that may go on."""
+_ALIKE = 100
+"""Of conversations of nobody in particular with one beginning, so many may go on; a probe asks the same day and night."""
 _MOST_WAITING = 10_000
 """Answers that wait to be redacted and stored."""
 _HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "authorization", "expect"}
@@ -107,6 +110,7 @@ class Gateway:
         """A turn is kept before the one that goes on from it: whoever asks the next has had the answer to this one."""
         self.app = FastAPI(title="Evergrad gateway", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.exception_handler(GatewayError)(self._on_error)
+        self.app.exception_handler(EvergradError)(self._on_trouble)
         self.app.exception_handler(ClientDisconnect)(self._on_disconnect)
         self.app.post(_CHAT)(self._chat)
         self.app.post("/v1/feedback")(self._feedback)
@@ -221,7 +225,7 @@ class Gateway:
     def _passed(self, answer: httpx.Response, agreed: ChatRequest | None = None) -> Response:
         """An engine's answer as it comes."""
         passed = {name: value for name, value in answer.headers.items() if name not in _HOP}
-        return StreamingResponse(self._body(answer, agreed), status_code=answer.status_code, headers=passed)
+        return _Passed(answer, self._body(answer, agreed), passed)
 
     async def _body(self, answer: httpx.Response, agreed: ChatRequest | None) -> AsyncIterator[bytes]:
         told = bytearray()
@@ -304,7 +308,11 @@ class Gateway:
         return None
 
     def _remember(self, asked: ChatRequest, trace_id: str) -> None:
-        self._open.setdefault(self._digest(asked), []).append(trace_id)
+        key = self._digest(asked)
+        alike = self._open.setdefault(key, [])
+        alike.append(trace_id)
+        del alike[:-_ALIKE]
+        self._open.move_to_end(key)
         while len(self._open) > _REMEMBERED:
             self._open.popitem(last=False)
 
@@ -342,8 +350,28 @@ class Gateway:
         assert isinstance(error, GatewayError)
         return JSONResponse(error.body, status_code=error.status)
 
+    async def _on_trouble(self, request: Request, error: Exception) -> Response:
+        """The store cannot be read or written. Its message names files of this machine, and is for who runs it."""
+        _warn(str(error))
+        trouble = GatewayError(503, "the store of the gateway is out of reach; try again", "store_unavailable")
+        return await self._on_error(request, trouble)
+
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
         return Response(status_code=499)
+
+
+class _Passed(StreamingResponse):
+    """An engine's answer as it comes. It is closed in any case: of a client who left by now, nothing of the body is read."""
+
+    def __init__(self, answer: httpx.Response, body: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(body, status_code=answer.status_code, headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._answer.aclose()
 
 
 class _Server(uvicorn.Server):

@@ -131,14 +131,21 @@ class _Follower:
     told: str = ""
 
     async def follow(self) -> None:
-        """Looks at alias and release for ever."""
-        tried = self.served.version.version_id
+        """Looks at alias and release for ever. A registry that cannot be read is told of once, and what serves goes on serving."""
+        tried, trouble = self.served.version.version_id, ""
         while True:
             await asyncio.sleep(POLL_S)
-            version_id = await asyncio.to_thread(self.registry.resolve, self.alias)
-            if version_id is not None and version_id != tried:
-                tried = version_id
-                await self._load(version_id)
+            try:
+                version_id = await asyncio.to_thread(self.registry.resolve, self.alias)
+                if version_id is not None and version_id != tried:
+                    following, tried = self.registry.get(version_id), version_id
+                    await self._load(following)
+                trouble = ""
+            except EvergradError as error:
+                told = f"{explain(error)[0]}; {self.served.version.version_id} goes on serving"
+                if told != trouble:
+                    print(f"error: {told}", file=sys.stderr, flush=True)
+                trouble = told
             # After the alias: a candidate that took it answers its sessions from where it was until our engine has it.
             await self.follow_release()
 
@@ -155,15 +162,13 @@ class _Follower:
             print(f"canary: {told}", flush=True)
         self.told = told or self.told
 
-    async def _load(self, version_id: str) -> None:
-        """Loads what the alias points at. A version that cannot be loaded is reported once; the one before serves on."""
-        following = self.registry.get(version_id)
-        try:
-            await self.engine.load(self.run, following, _names(self.alias, following))
-        except EvergradError as error:
-            told = f"error: {explain(error)[0]}; {self.served.version.version_id} goes on serving"
-            print(told, file=sys.stderr, flush=True)
-            return
+    async def _load(self, following: ModelVersion) -> None:
+        """Loads what the alias points at; it is tried once.
+
+        Raises:
+            EvergradError: it cannot be loaded; the one before serves on.
+        """
+        await self.engine.load(self.run, following, _names(self.alias, following))
         self.served.version = following
         print(f"{self.alias} is now {following.version_id}", flush=True)
 

@@ -122,7 +122,9 @@ def examine(
     if form != "auto" and form not in FORMATS:
         raise InputError(f"unknown format '{form}'", hint=nearest(form, ("auto", *FORMATS)))
     if not path.is_file():
-        raise InputError("data file not found", where=str(path.absolute()), hint="check the path")
+        folder = path.is_dir()
+        told, hint = ("this is a folder", "name one file in it") if folder else ("data file not found", "check the path")
+        raise InputError(told, where=str(path.absolute()), hint=hint)
     found = Examination(str(path), None if form == "auto" else form, unit="tokens" if encoder else "characters")
     for line, data in _read_lines(path, found):
         found.rows += 1
