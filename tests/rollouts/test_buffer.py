@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.envs import Taskset
-from evergrad.rollouts import Buffer, BufferCounts, BufferStopped, OverlongConfig, Ticket, keep_filled
+from evergrad.rollouts import Buffer, BufferCounts, BufferStopped, OverlongConfig, Ticket
 from evergrad.types import (
     Completion,
     EvergradError,
@@ -26,6 +26,31 @@ from evergrad.types import (
     Turn,
     Usage,
 )
+
+
+async def keep_filled(
+    buffer: Buffer, tasks: Iterable[Task], run: Callable[[Task, Ticket], Awaitable[RolloutGroup]]
+) -> None:
+    """A producer as the loop's is: runs a group in each free slot; whatever goes wrong reaches the consumer."""
+
+    async def one(task: Task, ticket: Ticket) -> None:
+        try:
+            await buffer.put(ticket, await run(task, ticket))
+        finally:
+            await buffer.release(ticket)
+
+    try:
+        async with asyncio.TaskGroup() as running:
+            for task in tasks:
+                ticket = await buffer.acquire()
+                if ticket is None:
+                    break
+                running.create_task(one(task, ticket))
+        await buffer.finish()
+    except* BufferStopped:
+        pass  # the consumer hears of it from the buffer itself
+    except* Exception as failed:
+        await buffer.fail(failed.exceptions[0])
 
 
 def group(name: str, rewards: Sequence[float | None], version: int = 0, fault: str = "engine: gone") -> RolloutGroup:
@@ -307,7 +332,7 @@ async def test_a_dying_producer_is_heard_by_the_consumer(desk: Taskset) -> None:
             raise ZeroDivisionError("a bug")
         return group(str(ticket.index), [0.0, 1.0])
 
-    producer = asyncio.create_task(keep_filled(buffer, iter(tasks), run))
+    producer = asyncio.create_task(keep_filled(buffer, tasks, run))
     with pytest.raises(BufferStopped, match="ZeroDivisionError: a bug") as stopped:
         await buffer.take_batch()
     assert isinstance(stopped.value.__cause__, ZeroDivisionError)
@@ -315,7 +340,7 @@ async def test_a_dying_producer_is_heard_by_the_consumer(desk: Taskset) -> None:
 
 
 async def _train(buffer: Buffer, run: Callable[[Task, Ticket], Awaitable[RolloutGroup]], tasks: Sequence[Task]) -> int:
-    producer = asyncio.create_task(keep_filled(buffer, iter(tasks), run))
+    producer = asyncio.create_task(keep_filled(buffer, tasks, run))
     for steps in itertools.count():
         try:
             batch = await buffer.take_batch()

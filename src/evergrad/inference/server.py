@@ -65,7 +65,7 @@ class EngineServer:
         self._exchange = Exchange(engine, self._metrics, on_death)
         self._steps = self._exchange.steps
         self._metrics.watch(self._steps)
-        self._admin = Administration(engine, self._steps, token, self._answer, self._take_version)
+        self._admin = Administration(engine, self._steps, token, self._end_loading, self._take_version)
         self._started = int(time.time())
         self._loading = engine.config.awaits_weights
         self.app = self._build_app()
@@ -97,11 +97,11 @@ class EngineServer:
         await self._exchange.stop()
         self._admin.weights.close()
 
-    def _answer(self) -> None:
+    def _end_loading(self) -> None:
         self._loading = False
 
     def _take_version(self, names: tuple[str, ...] | None, system_prompt: str) -> None:
-        self._answer()
+        self._end_loading()
         self.system_prompt = system_prompt
         if names is not None:
             self.served_names = names

@@ -22,7 +22,7 @@ from evergrad.types import ModelVersion
 async def register_trained(session: Session, note: str) -> ModelVersion:
     """The trainer's weights, exported, as the version ``note`` of this cycle: ``sft`` or ``rl``."""
     version_id = session.version_id(note)
-    if known := _known(session, version_id):
+    if known := session.registry.look_up(version_id):
         return known
     uri = f"versions/{version_id}"
     if not (session.folder.path / uri).exists():
@@ -45,7 +45,7 @@ async def register_trained(session: Session, note: str) -> ModelVersion:
 def register_prompt(session: Session) -> ModelVersion:
     """The weights that serve, with this cycle's system prompt."""
     version_id = session.version_id("prompt")
-    if known := _known(session, version_id):
+    if known := session.registry.look_up(version_id):
         return known
     parent = session.registry.find(PRODUCTION)
     prompted = dataclasses.replace(
@@ -64,7 +64,7 @@ def register_prompt(session: Session) -> ModelVersion:
 async def register_merge(session: Session, plan: MergePlan, uri: str) -> ModelVersion:
     """The merged weights in ``uri``, which the trainer holds."""
     version_id = session.version_id("merge")
-    if known := _known(session, version_id):
+    if known := session.registry.look_up(version_id):
         return known
     parent, other = session.registry.get(plan.parent), session.registry.get(plan.other)
     merged = dataclasses.replace(
@@ -80,10 +80,6 @@ async def register_merge(session: Session, plan: MergePlan, uri: str) -> ModelVe
         system_prompt=session.state.system_prompt,
     )
     return session.registry.register(merged)
-
-
-def _known(session: Session, version_id: str) -> ModelVersion | None:
-    return next((each for each in session.registry.list() if each.version_id == version_id), None)
 
 
 def _metadata(session: Session, probe: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -104,6 +104,11 @@ class Registry:
         with self._database.read() as connection:
             return require_version(connection, version_id, self._database.where)
 
+    def look_up(self, version_id: str) -> ModelVersion | None:
+        """The version with this id; ``None`` while there is none."""
+        with self._database.read() as connection:
+            return find_version(connection, version_id)
+
     def find(self, name: str) -> ModelVersion:
         """The version that an alias serves, or else the version with this id.
 

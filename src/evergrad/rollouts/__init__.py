@@ -7,7 +7,6 @@ Knows no engine: it is handed a ``Generate``. The walk: ``run_group`` (``run_rol
 from evergrad.rollouts._appraisal import appraise
 from evergrad.rollouts._buffer import Buffer, BufferCounts, BufferStopped, NothingToLearn, Ticket
 from evergrad.rollouts._buffer_state import BufferState, read_buffer_state, write_buffer_state
-from evergrad.rollouts._filling import keep_filled
 from evergrad.rollouts._renderer import Renderer, RendererError, extends
 from evergrad.rollouts._run import (
     Generate,
@@ -68,7 +67,6 @@ __all__ = [
     "generalized_advantages",
     "greedy_rollout",
     "informative_group_probability",
-    "keep_filled",
     "neyman_shares",
     "read_buffer_state",
     "read_rollouts",

@@ -131,7 +131,7 @@ class _Follower:
     told: str = ""
 
     async def follow(self) -> None:
-        """Looks at alias and release for ever. A registry that cannot be read is told of once, and what serves goes on serving."""
+        """Looks at alias and release for ever. A registry that cannot be read is told of once, and ends nothing."""
         tried, trouble = self.served.version.version_id, ""
         while True:
             await asyncio.sleep(POLL_S)

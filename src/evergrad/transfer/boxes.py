@@ -34,7 +34,7 @@ class BoxWriter:
 
     def __init__(self, slots: Mapping[str, Any], shards: Sequence[Sequence[Shard]], rank: int) -> None:
         self.slots = slots
-        layout, self._mapped = map_slots(slots, writable=True)
+        layout, self._mapped, _ = map_slots(slots, writable=True)
         try:
             shapes = {spec.name: spec.shape for spec in layout.tensors}
             source = Placement.of(shapes, [shard for own in shards for shard in own], hosts=[""] * len(shards))

@@ -210,8 +210,7 @@ class SlotReceiver:
         Raises:
             TransferError: the descriptor is malformed, or its publisher is gone.
         """
-        self.layout, self._slots = map_slots(descriptor)
-        self.link_gb_per_s = float(descriptor["link_gb_per_s"])
+        self.layout, self._slots, self.link_gb_per_s = map_slots(descriptor)
         self._live: int | None = None
         self._prepared: Manifest | None = None
         self._verified = False
@@ -336,8 +335,9 @@ class SlotReceiver:
         return self._prepared
 
 
-def map_slots(descriptor: Mapping[str, Any], *, writable: bool = False) -> tuple[Layout, list[MappedSlot]]:
-    """The slots of a publisher of this machine.
+def map_slots(descriptor: Mapping[str, Any], *, writable: bool = False) -> tuple[Layout, list[MappedSlot], float]:
+    """The slots of a publisher of this machine, with their layout and what copying into one reaches at most, in 10⁹ bytes a
+    second.
 
     Raises:
         TransferError: the descriptor is malformed, or its publisher is gone.
@@ -349,7 +349,7 @@ def map_slots(descriptor: Mapping[str, Any], *, writable: bool = False) -> tuple
         if layout.hash != descriptor["layout_hash"]:
             raise TransferError("the layout does not match its hash")
         places = [(str(slot["path"]), int(slot["inode"])) for slot in descriptor["slots"]]
-        float(descriptor["link_gb_per_s"])
+        link_gb_per_s = float(descriptor["link_gb_per_s"])
     except (KeyError, TypeError, ValueError) as error:
         raise TransferError(f"not a slot descriptor: {error!r}") from error
     mapped: list[MappedSlot] = []
@@ -360,7 +360,7 @@ def map_slots(descriptor: Mapping[str, Any], *, writable: bool = False) -> tuple
         for slot in mapped:
             slot.close()
         raise
-    return layout, mapped
+    return layout, mapped, link_gb_per_s
 
 
 class _Writable(Protocol):
