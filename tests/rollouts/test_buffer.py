@@ -28,9 +28,7 @@ from evergrad.types import (
 )
 
 
-async def keep_filled(
-    buffer: Buffer, tasks: Iterable[Task], run: Callable[[Task, Ticket], Awaitable[RolloutGroup]]
-) -> None:
+async def keep_filled(buffer: Buffer, tasks: Iterable[Task], run: Callable[[Task, Ticket], Awaitable[RolloutGroup]]) -> None:
     """A producer as the loop's is: runs a group in each free slot; whatever goes wrong reaches the consumer."""
 
     async def one(task: Task, ticket: Ticket) -> None:
