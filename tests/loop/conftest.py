@@ -119,6 +119,9 @@ def tiny_config(tmp_path: Path) -> Path:
     return path
 
 
+PATIENCE_S = 1800.0
+"""Of a wait in a test of a whole run; only a hang takes so long, however busy the machine is."""
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -152,6 +155,23 @@ def start(tmp_path: Path) -> Start:
             child.kill()
         process.kill()
         process.wait()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What a command has printed that ended well."""
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def redactor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a redactor, as commands that are started from here on know it: addresses of mail are taken out."""
+    (tmp_path / "redactor.py").write_text(
+        "import re\n\n\ndef redact(text):\n    return re.sub(r'[a-z]+@example[.]com', '<EMAIL_ADDRESS>', text)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return "redactor:redact"
 
 
 def workers(pid: int) -> list[psutil.Process]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -18,9 +17,9 @@ from evergrad.evals import CanaryConfig
 from evergrad.loop.traffic import TrafficStore, traffic_path
 from evergrad.registry import Registry
 from evergrad.types import Release, ReleaseState
-from tests.loop.conftest import Start, half_written, workers
-from tests.loop.test_releasing import PATIENCE_S, alone, finish, planted, trained  # noqa: F401 (fixtures)
-from tests.loop.test_traffic_to_tasks import REDACTOR, address
+from tests.loop.conftest import PATIENCE_S, Start, finish, half_written, workers
+from tests.loop.test_releasing import alone, planted, trained  # noqa: F401 (fixtures)
+from tests.loop.test_traffic_to_tasks import address
 
 
 @dataclass
@@ -81,13 +80,11 @@ def test_customers_roll_a_candidate_back_and_a_kill_in_between_moves_none_of_the
     trained: Path,  # noqa: F811
     tmp_path: Path,
     start: Start,
-    monkeypatch: pytest.MonkeyPatch,
+    redactor: str,
 ) -> None:
     """What the run plays itself goes as well on either side: the weights are the same."""
-    (tmp_path / "redactor.py").write_text(REDACTOR)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run = planted(trained, tmp_path / "met", CanaryConfig(shares=(0.4,), outcomes=100_000), spoil=False)
-    serving = start("serve", "--run", str(run), "--port", "0", "--record", "redactor:redact")
+    serving = start("serve", "--run", str(run), "--port", "0", "--record", redactor)
     customers = Customers(address(serving))
     with Registry(run / "registry.sqlite") as registry:
         customers.come(range(10))
@@ -144,13 +141,11 @@ def test_while_a_harmless_candidate_is_promoted_no_customer_is_lost(
     trained: Path,  # noqa: F811
     tmp_path: Path,
     start: Start,
-    monkeypatch: pytest.MonkeyPatch,
+    redactor: str,
 ) -> None:
     """Customers come all the time, and go on while the endpoint takes over what the candidate's own engine answered."""
-    (tmp_path / "redactor.py").write_text(REDACTOR)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run = planted(trained, tmp_path / "kept", CanaryConfig(shares=(0.3, 0.6), outcomes=60), spoil=False)
-    serving = start("serve", "--run", str(run), "--port", "0", "--record", "redactor:redact")
+    serving = start("serve", "--run", str(run), "--port", "0", "--record", redactor)
     customers = Customers(address(serving), complain=False)
     running = start("run", str(tmp_path / "canary.toml"), "--run-dir", str(run))
     number = 0

@@ -18,10 +18,7 @@ from safetensors.torch import load_file
 from evergrad.loop.auditing import State, audit, read_certificate
 from evergrad.loop.certificate import signing_key
 from evergrad.registry import Registry
-from tests.loop.conftest import TINY_RUN, TWO_CYCLES, Start, half_written, workers
-
-PATIENCE_S = 300.0
-"""Of a wait inside a test; only a hang takes so long."""
+from tests.loop.conftest import PATIENCE_S, TINY_RUN, TWO_CYCLES, Start, finish, half_written, workers
 
 
 @pytest.fixture
@@ -42,12 +39,6 @@ def undisturbed(alone: Path, two_cycles: Path, start: Start) -> Path:
     if not alone.exists():
         finish(start("run", str(two_cycles), "--run-dir", str(alone)))
     return alone
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
-    return output
 
 
 def read(path: Path) -> dict[str, Any]:

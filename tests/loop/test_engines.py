@@ -15,9 +15,8 @@ from evergrad.config import ConfigError, parse_config
 from evergrad.loop.config import RunConfig
 from evergrad.registry import base_model
 from evergrad.registry.tiny import make_tiny
-from tests.loop.conftest import TWO_CYCLES, Start
+from tests.loop.conftest import TWO_CYCLES, Start, finish
 from tests.loop.test_methods import learned_steps
-from tests.loop.test_resume import finish
 
 COMMAND = os.environ.get("EVERGRAD_VLLM", "")
 

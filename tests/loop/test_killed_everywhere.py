@@ -19,11 +19,9 @@ from evergrad.ledger import Ledger
 from evergrad.loop._folder import Stage
 from evergrad.loop.pausing import request_pause
 from evergrad.registry import Registry
-from tests.loop.conftest import TWO_CYCLES, Start, half_written, workers
+from tests.loop.conftest import PATIENCE_S, TWO_CYCLES, Start, finish, half_written, workers
 
 pytestmark = pytest.mark.slow
-PATIENCE_S = 600.0
-"""Of a wait inside a test; only a hang takes so long."""
 
 CANARY = """
 [canary]
@@ -52,12 +50,6 @@ def undisturbed(alone: Path, config: Path, start: Start) -> Path:
     if not alone.exists():
         finish(start("loop", "run", str(config), "--run-dir", str(alone)))
     return alone
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
-    return output
 
 
 def state_of(run: Path) -> dict[str, Any]:

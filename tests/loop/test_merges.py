@@ -24,17 +24,8 @@ from evergrad.loop.traffic.forgetting import tainted_versions
 from evergrad.registry import Registry
 from evergrad.service.cli import command
 from evergrad.types import ModelVersion
-from tests.loop.conftest import LETTERS, Start, half_written
-from tests.loop.test_killed_everywhere import (
-    PATIENCE_S,
-    assert_billed_once,
-    decisions,
-    finish,
-    kill,
-    kill_in_every_state,
-    result,
-    state_of,
-)
+from tests.loop.conftest import LETTERS, PATIENCE_S, Start, finish, half_written
+from tests.loop.test_killed_everywhere import assert_billed_once, decisions, kill, kill_in_every_state, result, state_of
 
 SUITE = "letters@v2"
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from evergrad.registry import make_tiny
-from tests.loop.conftest import LETTERS, Start, workers
-from tests.loop.test_resume import finish, wait_for, weights_hash
+from tests.loop.conftest import LETTERS, Start, finish, workers
+from tests.loop.test_resume import wait_for, weights_hash
 
 PPO_WITH_A_CRITIC = """lr = 1e-3
 advantage = "generalized"

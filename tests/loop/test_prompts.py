@@ -24,11 +24,8 @@ from evergrad.loop.pausing import is_running
 from evergrad.registry import Registry, base_model
 from evergrad.service.cli import command
 from evergrad.types import InputError
-from tests.loop.conftest import Start
+from tests.loop.conftest import PATIENCE_S, Start, finish
 from tests.service.test_serving import Server
-
-PATIENCE_S = 900.0
-"""Of a wait; only a hang takes so long."""
 
 ENVIRONMENT = '''
 """Tickets by colour. What the model has learned of them it says only when it is told to be careful."""
@@ -139,8 +136,7 @@ def run(written: Path, start: Start) -> Path:
             time.sleep(0.1)
         (written / "careful.md").unlink()  # the run has the text, and goes on by it
         process = start("run", str(folder / "config.toml"), "--run-dir", str(folder))
-        output, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, output
+        finish(process)
     return folder
 
 

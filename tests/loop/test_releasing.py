@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -49,10 +48,7 @@ from evergrad.types import (
     Side,
     Verdict,
 )
-from tests.loop.conftest import LETTERS, TINY_RUN, Start, half_written, workers
-
-PATIENCE_S = 900.0
-"""Of a wait inside a test; only a hang takes so long."""
+from tests.loop.conftest import LETTERS, PATIENCE_S, TINY_RUN, Start, finish, half_written, workers
 
 
 @pytest.fixture(scope="module")
@@ -442,12 +438,6 @@ def test_a_canary_needs_traffic_and_says_what_it_will_do(tmp_path: Path) -> None
 # ── Whole runs, with engines ─────────────────────────────────────────────────────────────────────────────────────────────
 
 WITH_CANARY = TINY_RUN.replace("requests = 4", "requests = 8") + "\n[canary]\nshares = [0.25, 0.5]\noutcomes = 12\n"
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
-    return output
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.loop.conftest import Start, half_written, worker, workers
-
-PATIENCE_S = 240.0
-"""Of a wait inside a test; only a hang takes so long."""
+from tests.loop.conftest import PATIENCE_S, Start, finish, half_written, worker, workers
 
 
 def weights_hash(run: Path) -> str:
@@ -28,12 +25,6 @@ def weights_hash(run: Path) -> str:
     for name, tensor in sorted(load_file(path).items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
     return digest.hexdigest()
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
-    return output
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
 from collections.abc import Iterator
@@ -33,8 +32,8 @@ from evergrad.types import (
     Side,
     Turn,
 )
-from tests.loop.conftest import Start
-from tests.loop.test_traffic_to_tasks import CONFIG, QUEUES, REDACTOR, Customers, address, ran
+from tests.loop.conftest import Start, finish
+from tests.loop.test_traffic_to_tasks import CONFIG, QUEUES, Customers, address
 
 V1, V2 = "Queues a b c d", "Queues m n o p"
 TASKSET = Taskset(str(QUEUES), {"contract": "v1"})
@@ -380,17 +379,13 @@ rl = { steps = 1, groups_per_step = 2, group_size = 2, lr = 1e-9 }
 
 
 @pytest.mark.slow
-def test_what_customers_say_at_the_gateway_is_heard_at_the_next_check(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_customers_say_at_the_gateway_is_heard_at_the_next_check(tmp_path: Path, start: Start, redactor: str) -> None:
     """A run, ``evergrad serve --record`` beside its folder, OpenAI's client, feedback of both kinds, and the run again."""
     config = CONFIG.replace("requests = 0", "requests = 4\nfailures = 20") + REFUSING
     (tmp_path / "t.toml").write_text(config)
-    (tmp_path / "redactor.py").write_text(REDACTOR)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run = tmp_path / "run"
-    ran(start("run", "t.toml", "--run-dir", str(run)))
-    serving = start("serve", "--run", str(run), "--port", "0", "--record", "redactor:redact")
+    finish(start("run", "t.toml", "--run-dir", str(run)))
+    serving = start("serve", "--run", str(run), "--port", "0", "--record", redactor)
     customers = Customers(address(serving), V1)
     for number in range(24):
         answer = customers.ask(f"The lamp of order {20_000 + number}: cancel")
@@ -400,7 +395,7 @@ def test_what_customers_say_at_the_gateway_is_heard_at_the_next_check(
         customers.tell(completion_id=answer.id, **told)
     serving.send_signal(signal.SIGTERM)
     assert serving.wait(timeout=60) == 0
-    ran(start("run", "t.toml", "--run-dir", str(run), "--set", "budget.cycles=2"))
+    finish(start("run", "t.toml", "--run-dir", str(run), "--set", "budget.cycles=2"))
     report = json.loads((run / "report.json").read_text())
     served = report["serving"]["version_id"]
     assert report["cycles"][-1]["verdict"] == "refused", "or another version would serve, of whom customers have said nothing"

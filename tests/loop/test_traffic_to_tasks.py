@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from evergrad.envs import Taskset
 from evergrad.ledger import Ledger
 from evergrad.registry import Registry
 from evergrad.service.cli import command
-from tests.loop.conftest import Start
+from tests.loop.conftest import Start, finish
 
 QUEUES = Path(__file__).parents[2] / "examples" / "queues.py"
 RIGHT = {"refund": "a", "cancel": "b", "find": "c", "status": "d"}
@@ -62,22 +61,6 @@ max_latency_increase = 100.0
 requests = 0
 """
 
-REDACTOR = """
-import re
-def redact(text):
-    return re.sub(r"[a-z]+@example[.]com", "<EMAIL_ADDRESS>", text)
-"""
-
-
-PATIENCE_S = 1800.0
-"""Of one command; only a hang takes so long."""
-
-
-def ran(process: subprocess.Popen[str]) -> str:
-    told, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, told
-    return told
-
 
 def address(process: subprocess.Popen[str]) -> str:
     """Where ``evergrad serve`` says that it answers."""
@@ -119,15 +102,13 @@ class Customers:
 
 @pytest.mark.slow
 def test_from_a_request_to_a_trained_version_and_back(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], redactor: str
 ) -> None:
     (tmp_path / "t.toml").write_text(CONFIG)
-    (tmp_path / "redactor.py").write_text(REDACTOR)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run = tmp_path / "run"
-    ran(start("run", "t.toml", "--run-dir", str(run)))
+    finish(start("run", "t.toml", "--run-dir", str(run)))
 
-    serving = start("serve", "--run", str(run), "--port", "0", "--record", "redactor:redact")
+    serving = start("serve", "--run", str(run), "--port", "0", "--record", redactor)
     taskset = Taskset(str(QUEUES), {"contract": "v1"})
     customers = Customers(address(serving), taskset.environment_class.system_prompt("v1"))
     be_customers(customers, taskset)
@@ -146,7 +127,7 @@ def test_from_a_request_to_a_trained_version_and_back(
     assert found["contaminated"] == {"same": 1}
     assert found["no_task"] == 1, "of the one of whom nobody knows what became"
 
-    told = ran(start("run", "t.toml", "--run-dir", str(run), "--set", "budget.cycles=2"))
+    told = finish(start("run", "t.toml", "--run-dir", str(run), "--set", "budget.cycles=2"))
     assert f"of live traffic, {found['train']} tasks are trained on: 50% of the groups" in told
     with Registry(run / "registry.sqlite") as registry:
         verdict = next(each for each in registry.verdicts("t-c2-rl"))

@@ -8,9 +8,9 @@ import pytest
 
 from evergrad.config import ConfigError, parse_config
 from evergrad.loop.config import RunConfig
-from tests.loop.conftest import Start
+from tests.loop.conftest import Start, finish
 from tests.loop.test_methods import learned_steps
-from tests.loop.test_resume import finish, weights_hash
+from tests.loop.test_resume import weights_hash
 
 TCP = '[transfer]\ntransport = "tcp"\ncodec = "sparse"\n'
 ADAPTER = '[transfer]\ntransport = "files"\nurl = "FOLDER"\nadapter_only = true\n'
