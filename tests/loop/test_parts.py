@@ -29,7 +29,7 @@ from evergrad.ledger import Ledger, PhaseClock
 from evergrad.loop import _measuring
 from evergrad.loop._checking import notice_changed_environments
 from evergrad.loop._console import LoopConsole
-from evergrad.loop._folder import LoopState, RunFolder, Stage, to_toml, write_json
+from evergrad.loop._folder import LoopState, RunFolder, Stage, read_state, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
 from evergrad.loop._measuring import _incumbent, _record_score, _serves_already
 from evergrad.loop._probe import require_equal
@@ -93,6 +93,15 @@ def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(EvergradError, match=r"state cannot be read: .*state\.json.*Next: "):
         folder.load_state(LoopState())
     folder.close()
+
+
+def test_a_state_of_another_version_is_gone_on_with_or_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text('{"cycle": 2, "stage": "watch", "customers_live": {"version_id": "v", "suite": "s", "failures": 3}}')
+    assert (read_state(path).cycle, read_state(path).customers_failed) == (2, [])
+    path.write_text('{"cycle": 2, "stage": "watch", "of_tomorrow": 1}')
+    with pytest.raises(EvergradError, match=r"another version .* knew 'of_tomorrow' .*Next: go on with the version that wrote"):
+        read_state(path)
 
 
 @pytest.mark.parametrize("text", ["name = ", "\x00", "a = " + "[" * 100_000])
