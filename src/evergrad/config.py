@@ -213,7 +213,7 @@ def _hashable(annotation: Any) -> Any:
 def _describe(model: type[BaseModel], item: Any) -> str:
     path, kind = ".".join(str(part) for part in item["loc"]), item["type"]
     if kind == "missing":
-        return f"{path} is missing; give it"
+        return f"{path} is missing"
     if kind == "model_type" and (wanted := _model_at(model, item["loc"])):
         return f"{path or 'configuration'}: {item['input']!r} stands where keys belong: {', '.join(wanted.model_fields)}"
     if kind != "extra_forbidden":

@@ -105,7 +105,7 @@ GOOD = 'name = "x"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n'
         (GOOD, ["--set", "learn.rl.steps=many"], "learn.rl.steps"),
         (GOOD, ["--set", "budget.usd=0"], "budget.usd"),
         (GOOD + "[[arms]]\nname = 'a'\nmerge = 0.5\n", [], "arms.0.merge: 0.5 stands where keys belong: shares"),
-        (GOOD + "[[arms]]\nname = 'a'\nmerge = {}\n", [], "arms.0.merge.shares is missing; give it"),
+        (GOOD + "[[arms]]\nname = 'a'\nmerge = {}\n", [], "arms.0.merge.shares is missing"),
         (GOOD, ["--set", "engine.quantization=int4"], "engine.quantization: Input should be 'int8', not 'int4'"),
         (GOOD, ["--set", "budget.usd=inf"], "budget.usd: inf is not a finite number"),
         (GOOD, ["--set", "gate.guards.x=nan"], "gate.guards.x: nan is not a finite number"),
