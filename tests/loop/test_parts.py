@@ -26,12 +26,13 @@ from evergrad.envs import Taskset
 from evergrad.evals import GIVEN_UP, GateConfig
 from evergrad.inference import EngineConfig, EngineUnavailable
 from evergrad.ledger import Ledger, PhaseClock
-from evergrad.loop import _measuring
+from evergrad.loop import _evaluating
 from evergrad.loop._checking import notice_changed_environments
 from evergrad.loop._console import LoopConsole
+from evergrad.loop._evaluating import _record_score
 from evergrad.loop._folder import LoopState, RunFolder, Stage, read_state, to_toml, write_json
 from evergrad.loop._learning import NONFINITE_STEPS, _plan, _require_finite
-from evergrad.loop._measuring import _incumbent, _record_score, _serves_already
+from evergrad.loop._measuring import _incumbent, _serves_already
 from evergrad.loop._probe import require_equal
 from evergrad.loop._reporting import _serving
 from evergrad.loop._scores import keep_row, live_row, reward_interval, row_of, score_row, speaking_row
@@ -699,7 +700,7 @@ class _Measuring:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.config = load_config(RunConfig, next(path for path in EXAMPLES if path.stem == "demo_short"))
-        self.folder, self.state, self.engine, self.renderer = SimpleNamespace(path=folder), LoopState(), None, None
+        self.folder, self.state, self.engine = SimpleNamespace(path=folder), LoopState(), None
         self.clock = SimpleNamespace(phase=lambda name: nullcontext())
         self.console = SimpleNamespace(stage=lambda *_: nullcontext(), advance=lambda note: None, note=lambda text: None)
         self.tasks = Taskset(self.config.environment.name, settings)
@@ -714,6 +715,8 @@ class _Measuring:
 
     def require_holder(self, client: Any, version: ModelVersion) -> None:
         self.measurements += 1
+
+    def renderer_for(self, version: ModelVersion) -> None: ...
 
     def spent_usd(self) -> float:
         return 1.0
@@ -732,22 +735,22 @@ async def _succeed(task: Task, *_: Any, rollout_id: str, group_id: str, audit: b
 
 async def test_a_crash_around_a_report_loses_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES[0].parents[1])
-    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    monkeypatch.setattr(_evaluating, "greedy_rollout", _succeed)
     session: Any = _Measuring(tmp_path, {})
 
     def killed(path: Path, data: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as crash:
-        crash.setattr(_measuring, "write_json", killed)
+        crash.setattr(_evaluating, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
-            await _measuring.report_for(session, version("a"), {}, session.engine)
+            await _evaluating.report_for(session, version("a"), {}, session.engine)
     session.state.scores = session.saved
-    report = await _measuring.report_for(session, version("a"), {}, session.engine)
+    report = await _evaluating.report_for(session, version("a"), {}, session.engine)
     assert [(row["version_id"], row["mean"], row["n"]) for row in session.saved] == [("a", 1.0, 96)]
     assert (report.mean, session.measurements) == (1.0, 2)
     # The file is there, hence so is the row: whoever is killed after it measures nothing again.
-    assert await _measuring.report_for(session, version("a"), {}, session.engine) == report
+    assert await _evaluating.report_for(session, version("a"), {}, session.engine) == report
     assert session.measurements == 2
 
 
@@ -776,26 +779,26 @@ async def test_what_a_dying_engine_left_unanswered_makes_no_report(
         raise WorkerDied("engine died (signal 9)")
 
     monkeypatch.chdir(EXAMPLES[0].parents[1])
-    monkeypatch.setattr(_measuring, "greedy_rollout", answer_some)
+    monkeypatch.setattr(_evaluating, "greedy_rollout", answer_some)
     session: Any = _Measuring(tmp_path, {})
     session.serving, session.placement = SimpleNamespace(version=None), SimpleNamespace(watch=dies)
     session.engine = SimpleNamespace(health=refuses)
     with pytest.raises(WorkerDied, match="signal 9"):
-        await _measuring.report_for(session, version("a"), {}, session.engine)
+        await _evaluating.report_for(session, version("a"), {}, session.engine)
     assert os.listdir(tmp_path) == []
     assert session.saved == []
     left, session.engine = 40, SimpleNamespace(health=is_well)
-    report = await _measuring.report_for(session, version("a"), {}, session.engine)
+    report = await _evaluating.report_for(session, version("a"), {}, session.engine)
     assert (len(report.scores), len(report.missing)) == (40, 56)
 
 
 async def test_a_report_of_another_verifier_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES[0].parents[1])
-    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    monkeypatch.setattr(_evaluating, "greedy_rollout", _succeed)
     session: Any = _Measuring(tmp_path, {})
-    before = await _measuring.report_for(session, version("a"), {}, session.engine)
+    before = await _evaluating.report_for(session, version("a"), {}, session.engine)
     monkeypatch.setattr(Taskset, "fingerprint", "the source has changed")
-    after = await _measuring.report_for(session, version("a"), {}, session.engine)
+    after = await _evaluating.report_for(session, version("a"), {}, session.engine)
     assert (before.scores, session.measurements) == (after.scores, 2)
     assert before.suite_hash != after.suite_hash
     assert [row["suite_hash"] for row in session.saved] == [after.suite_hash]
@@ -808,15 +811,15 @@ async def test_a_report_that_was_given_up_speaks_for_the_candidate_and_for_no_in
         return Rollout(rollout_id, group_id, task.task_id, (), Outcome.SCORED, 0.0, usage=Usage(completion_tokens=1))
 
     monkeypatch.chdir(EXAMPLES[0].parents[1])
-    monkeypatch.setattr(_measuring, "greedy_rollout", _succeed)
+    monkeypatch.setattr(_evaluating, "greedy_rollout", _succeed)
     session: Any = _Measuring(tmp_path, {})
-    rival = await _measuring.report_for(session, version("a"), {}, session.engine)
-    monkeypatch.setattr(_measuring, "greedy_rollout", fail)
-    candidate = await _measuring.report_for(session, version("b"), {}, session.engine, rival=rival)
+    rival = await _evaluating.report_for(session, version("a"), {}, session.engine)
+    monkeypatch.setattr(_evaluating, "greedy_rollout", fail)
+    candidate = await _evaluating.report_for(session, version("b"), {}, session.engine, rival=rival)
     assert candidate.outcomes[GIVEN_UP] == len(candidate.scores) < 20 < len(rival.scores)
-    assert await _measuring.report_for(session, version("b"), {}, session.engine, rival=rival) == candidate
+    assert await _evaluating.report_for(session, version("b"), {}, session.engine, rival=rival) == candidate
     assert session.measurements == 2
-    whole = await _measuring.report_for(session, version("b"), {}, session.engine)
+    whole = await _evaluating.report_for(session, version("b"), {}, session.engine)
     assert (len(whole.scores), session.measurements) == (len(rival.scores), 3), "promoted by hand, it is an incumbent like any"
 
 
@@ -867,6 +870,8 @@ async def test_each_check_of_each_cycle_draws_tasks_of_its_own() -> None:
     session: Any = SimpleNamespace(
         config=SimpleNamespace(seed=3),
         state=SimpleNamespace(cycle=1),
+        engine=object(),
+        renderer_for=lambda served: None,
         serving=SimpleNamespace(client=None, version=version("v")),
         clock=SimpleNamespace(phase=lambda name: nullcontext()),
         console=SimpleNamespace(stage=lambda *_: nullcontext()),

@@ -109,6 +109,9 @@ class Loop:
         self.after_check: Callable[[], None] = lambda: None
         self._taskset = Taskset(str(LETTERS), {})
 
+    def renderer_for(self, version: ModelVersion) -> Renderer:
+        return self.renderer
+
     async def _stand_by(self, version: ModelVersion) -> Any:
         self.standby = SimpleNamespace(version=version, client=self.candidate, death=None, base_url="http://127.0.0.1:9")
         return self.standby

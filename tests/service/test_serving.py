@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from evergrad.envs import load_environment
 from evergrad.inference import EngineClient
 from evergrad.loop.traffic import TrafficStore
-from evergrad.registry import Registry, base_model
+from evergrad.registry import Registry, base_model, make_tiny
 from evergrad.service._canary import Canary
 from evergrad.service._serving import _Follower, _hints, _Served
 from evergrad.service.cli import command
@@ -129,6 +129,43 @@ def server(served: Path) -> Iterator[Server]:
     started = Server(served)
     yield started
     assert started.end(signal.SIGTERM) == 0
+
+
+@pytest.fixture
+def two_bases(tmp_path: Path) -> Path:
+    """A run whose ``production`` points at a version on a base model of half the layers, after one on the run's own."""
+    run = tmp_path / "run"
+    small = make_tiny(tmp_path / "small", layers=2)
+    shutil.copytree(small, run / "versions" / "cheap")
+    with Registry(run / "registry.sqlite") as registry:
+        registry.register(make_version(run, "v1", None, 1))
+        registry.register(ModelVersion("cheap", None, 2, "versions/cheap", str(small), "ab12", "2026-01-01T00:00:00+00:00"))
+        registry.promote("production", "v1", bootstrap=True)
+        registry.promote("production", "cheap", Verdict(True, ("cheaper",), {}, "cheap", "v1"))
+    (run / "config.toml").write_text('name = "demo"\nmodel = "tiny"\n\n[environment]\nname = "support_desk"\n')
+    return run
+
+
+def test_an_endpoint_moves_between_base_models_and_cuts_nobody_off(two_bases: Path) -> None:
+    server = Server(two_bases)
+    try:
+        cheap, long = ask(server.url), OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60)
+        # A stream that is under way when the alias moves ends where it began.
+        stream = long.completions.create(
+            model="production", prompt="order", max_tokens=1500, temperature=1.0, stream=True, seed=3
+        )
+        begun = next(iter(stream)).choices[0].text
+        assert command(["model", "rollback", "--run", str(two_bases)]) == 0
+        server.wait_for(r"(production is now v1)")
+        large = ask(server.url)
+        assert large != cheap
+        rest = [each.choices[0] for each in stream]
+        assert rest[-1].finish_reason in ("stop", "length"), begun
+        assert command(["model", "promote", "cheap", "--run", str(two_bases)]) == 0
+        server.wait_for(r"(production is now cheap)")
+        assert ask(server.url) == cheap
+    finally:
+        assert server.end(signal.SIGTERM) == 0
 
 
 def ask(url: str, model: str = "production") -> str:

@@ -9,8 +9,10 @@ from evergrad.evals.evaluation import (
     EvalError,
     GiveUp,
     Run,
+    Turns,
     content_hash,
     evaluate,
+    evaluate_by_turns,
     report_from_json,
     report_hash,
     suite_hash,
@@ -24,9 +26,10 @@ from evergrad.evals.integrity import (
     overstatement,
     powered_mean,
 )
-from evergrad.evals.plan import Plan, announce, plan_from_json, uses_of
+from evergrad.evals.plan import Aim, Plan, announce, plan_from_json, uses_of
 from evergrad.evals.ruling import Costs, gate
 from evergrad.evals.saturation import SATURATED_ABOVE, error_reduction, is_saturated
+from evergrad.evals.saving import BLOCKS, Saving, saving
 from evergrad.evals.sequential import (
     Bettor,
     betting_e_process,
@@ -53,8 +56,10 @@ from evergrad.evals.statistics import (
 )
 
 __all__ = [
+    "BLOCKS",
     "GIVEN_UP",
     "SATURATED_ABOVE",
+    "Aim",
     "AuditConfig",
     "Bettor",
     "CanaryConfig",
@@ -74,7 +79,9 @@ __all__ = [
     "PoweredMean",
     "Rule",
     "Run",
+    "Saving",
     "Trial",
+    "Turns",
     "announce",
     "audited_tasks",
     "betting_e_process",
@@ -84,6 +91,7 @@ __all__ = [
     "drift_p",
     "error_reduction",
     "evaluate",
+    "evaluate_by_turns",
     "fall_e_value",
     "gain_interval",
     "gate",
@@ -105,6 +113,7 @@ __all__ = [
     "report_hash",
     "rule_on_canary",
     "sample_size",
+    "saving",
     "sign_flip_p",
     "success_upper_bound",
     "suite_hash",

@@ -9,7 +9,7 @@ from typing import Any
 
 from evergrad.config import Config
 from evergrad.evals.evaluation import GIVEN_UP, content_hash
-from evergrad.evals.plan import Plan
+from evergrad.evals.plan import Aim, Plan
 from evergrad.evals.series import next_level, trials_of
 from evergrad.evals.settings import GateConfig
 from evergrad.types import EvalReport, Verdict, plain
@@ -62,6 +62,7 @@ def check_plan(
     primary: str,
     roles: Mapping[str, Reports],
     audit: Config | None = None,
+    aim: Aim = "score",
 ) -> None:
     """Refuses evidence that is not what was announced; names what differs."""
     measured_suites = {suite: report.suite_hash for suite, report in sorted(roles["candidate"].items())}
@@ -69,6 +70,7 @@ def check_plan(
     measured = {
         "candidate": (plan.candidate_id, candidate_id),
         "incumbent": (plan.incumbent_id, incumbent_id),
+        "aim": (plan.aim, aim),
         "primary suite": (plan.primary, primary),
         "suites": (planned, measured_suites),
         "anchors": (dict(plan.anchors), {suite: report.version_id for suite, report in roles["anchor"].items()}),

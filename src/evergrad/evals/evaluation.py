@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,17 @@ GiveUp = Callable[[str, float], bool]
 
 GIVEN_UP = "given_up_after"
 """Key of a report's outcomes: after how many tasks, in their order, the evaluation was given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What two versions took for the same tasks, as they took turns block by block."""
+
+    blocks: tuple[tuple[str, ...], ...]
+    """Task ids, each in one block."""
+    candidate: tuple[float, ...]
+    """Seconds of the machine for each block."""
+    incumbent: tuple[float, ...]
 
 
 class EvalError(EvergradError):
@@ -105,9 +118,75 @@ async def evaluate(
     """
     _check_request(tasks, samples, concurrency, max_retries)
     tries = {task.task_id: _Tries() for task in tasks}
-    waiting: Iterator[Task] = iter([task for task in tasks for _ in range(samples)])
-
     watch = _Watch(list(tries), samples, give_up)
+    await _try_all(tasks, run, tries, watch, concurrency, max_retries)
+    measured = suite_hash(tasks, sampling, fingerprint=fingerprint, samples=samples)
+    if watch.given_up:
+        # Tries that were under way beyond that task ended by chance: with them, no two reports would be the same.
+        tries |= {task_id: _Tries() for task_id in watch.order[watch.seen :]}
+    report = _report(version_id, suite, measured, tries, samples)
+    if watch.given_up:
+        report = dataclasses.replace(report, outcomes={**report.outcomes, GIVEN_UP: watch.seen})
+    return report
+
+
+async def evaluate_by_turns(
+    versions: tuple[str, str],
+    suite: str,
+    tasks: Sequence[Task],
+    runs: tuple[Run, Run],
+    *,
+    fingerprint: str = "",
+    blocks: int,
+    before_turn: Callable[[int], Awaitable[None]],
+    concurrency: int = 64,
+    max_retries: int = 2,
+) -> tuple[tuple[EvalReport, EvalReport], Turns]:
+    """Evaluates two versions on the same tasks as they take turns on one machine: A B, B A, A B, … block by block.
+
+    What else the machine does then, and how warm it is, befalls both alike; one version after the other, a busy minute would
+    be the fault of the one that it met.
+
+    Args:
+        versions: Candidate and incumbent.
+        suite: As of :func:`evaluate`, like the arguments below that are not named.
+        tasks: Distinct tasks, cut into blocks in their order.
+        runs: How each of the two tries a task, in the order of ``versions``.
+        blocks: At most; as even as they can be.
+        before_turn: Called with the side, 0 or 1, whose turn begins; its time is nobody's.
+
+    Raises:
+        EvalError: as of :func:`evaluate`.
+    """
+    _check_request(tasks, 1, concurrency, max_retries)
+    cut = _cut(tasks, blocks)
+    tries = tuple({task.task_id: _Tries() for task in tasks} for _ in versions)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number, block in enumerate(cut):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            await before_turn(side)
+            watch = _Watch([task.task_id for task in block], 1, None)
+            started = time.monotonic()
+            await _try_all(block, runs[side], tries[side], watch, concurrency, max_retries)
+            seconds[side].append(time.monotonic() - started)
+    measured = suite_hash(tasks, fingerprint=fingerprint)
+    ours, theirs = (_report(version, suite, measured, own, 1) for version, own in zip(versions, tries, strict=True))
+    names = tuple(tuple(task.task_id for task in block) for block in cut)
+    return (ours, theirs), Turns(names, tuple(seconds[0]), tuple(seconds[1]))
+
+
+def _cut(tasks: Sequence[Task], blocks: int) -> list[Sequence[Task]]:
+    """The tasks in ``blocks`` pieces, or in one of each task where those are fewer."""
+    count = min(blocks, len(tasks))
+    ends = [len(tasks) * number // count for number in range(count + 1)]
+    return [tasks[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+async def _try_all(
+    tasks: Sequence[Task], run: Run, tries: Mapping[str, _Tries], watch: _Watch, concurrency: int, max_retries: int
+) -> None:
+    """Tries tasks side by side, until all are or the watch gives up."""
+    waiting: Iterator[Task] = iter([task for task in tasks for _ in range(watch.samples)])
 
     async def worker() -> None:
         for task in waiting:
@@ -118,24 +197,10 @@ async def evaluate(
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(tasks) * samples)):
+            for _ in range(min(concurrency, len(tasks) * watch.samples)):
                 group.create_task(worker())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    measured = suite_hash(tasks, sampling, fingerprint=fingerprint, samples=samples)
-    if watch.given_up:
-        # Tries that were under way beyond that task ended by chance: with them, no two reports would be the same.
-        tries |= {task_id: _Tries() for task_id in watch.order[watch.seen :]}
-    report = _report(version_id, suite, measured, tries, samples)
-    if watch.given_up:
-        report = dataclasses.replace(report, outcomes={**report.outcomes, GIVEN_UP: watch.seen})
-    if not report.scores:
-        causes = Counter(entry.fault for entry in tries.values()).most_common(5)
-        told = "; ".join(f"{count} × {cause}" for cause, count in causes)
-        raise EvalError(
-            f"none of {len(tasks)} tasks gave a score: {told}", where=suite, hint="repair what fails, then evaluate again"
-        )
-    return report
 
 
 def suite_hash(tasks: Sequence[Task], sampling: Sampling | None = None, *, fingerprint: str = "", samples: int = 1) -> str:
@@ -228,7 +293,17 @@ async def _try(task: Task, run: Run, tries: _Tries) -> tuple[Outcome, float | No
 
 
 def _report(version_id: str, suite: str, hash_of_suite: str, tries: Mapping[str, _Tries], samples: int) -> EvalReport:
+    """
+    Raises:
+        EvalError: not one task gave a score.
+    """
     whole = {task_id: entry for task_id, entry in tries.items() if len(entry.scores) == samples}
+    if not whole:
+        causes = Counter(entry.fault for entry in tries.values()).most_common(5)
+        told = "; ".join(f"{count} × {cause}" for cause, count in causes)
+        raise EvalError(
+            f"none of {len(tries)} tasks gave a score: {told}", where=suite, hint="repair what fails, then evaluate again"
+        )
     outcomes = Counter(outcome for entry in tries.values() for outcome in entry.outcomes)
     usage = Usage()
     for entry in tries.values():

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from evergrad.config import Config
 from evergrad.evals.evaluation import content_hash
 from evergrad.evals.series import next_level, trials_of
 from evergrad.evals.settings import GateConfig
 from evergrad.types import Verdict, plain
+
+Aim = Literal["score", "cost"]
+"""What a candidate must be to be promoted: better, or no worse and cheaper per success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Plan:
     anchors: Mapping[str, str]
     """Suite to the frozen version that it is guarded against, besides the incumbent."""
     primary: str
-    """Suite on which the candidate must be better."""
+    """Suite on which the candidate must be better; with the aim ``cost``, no worse and cheaper."""
     suites: Mapping[str, str]
     """Suite to suite hash (tasks, limits, sampling and verifier), of all that will be measured."""
     gate: Mapping[str, Any]
@@ -49,11 +52,14 @@ class Plan:
     """``trained_on``: live tasks that made the candidate; ``gate_tasks``: how many were held against them; ``overlaps``: gate
     task to how it overlaps. Empty where no live task made it."""
 
+    aim: Aim = "score"
+
     @property
     def hash(self) -> str:
         content = plain(self)
-        # A plan without them keeps the name that it had before there were audits and live tasks.
+        # A plan without them keeps the name that it had before there were audits, live tasks and other aims.
         absent = {key for key in ("audit", "contamination") if not content[key]}
+        absent |= {"aim"} if self.aim == "score" else set()
         return content_hash({key: value for key, value in content.items() if key not in absent})
 
 
@@ -71,6 +77,7 @@ def announce(
     looks_by_hand: int = 0,
     audit: Config | None = None,
     contamination: Mapping[str, Any] | None = None,
+    aim: Aim = "score",
 ) -> Plan:
     """The plan of the ruling that follows ``history``: all verdicts of the series so far, oldest first."""
     trials = trials_of(history)
@@ -89,6 +96,7 @@ def announce(
         looks_by_hand=looks_by_hand,
         audit=audit.model_dump(mode="json") if audit else {},
         contamination=dict(contamination or {}),
+        aim=aim,
     )
 
 

@@ -3,7 +3,8 @@
 One ruling, in this order; all that fails is said, not only the first::
 
     reports usable? ──▶ as planned? ──▶ paired? ──▶ enough pairs?
-                                                └──▶ better? (exact McNemar or sign flips, at this try's level in the series)
+                                                └──▶ better? (exact McNemar or sign flips, at this try's level in the series);
+                                                     or with the aim "cost" no worse, and cheaper? (``saving.py``)
                                                 └──▶ no guard suite worse than its margin? (incumbent, frozen anchor)
                                                 └──▶ cost per success, and seconds, within bounds? (where asked for)
                                                 └──▶ no gate task among the live tasks that were trained on? (where there are)
@@ -21,23 +22,24 @@ from decimal import Decimal
 from typing import Any
 
 from evergrad.evals._checks import Reports, Ruling, check_plan, check_reports, mismatch, one_version
+from evergrad.evals._comparing import add_trial, compared, mean_score
 from evergrad.evals._latency import Latencies, rule_latency
-from evergrad.evals.evaluation import GIVEN_UP, EvalError, content_hash, report_hash
+from evergrad.evals.evaluation import GIVEN_UP, EvalError, Turns, content_hash, report_hash
 from evergrad.evals.integrity import AuditConfig, rule_integrity
-from evergrad.evals.plan import Plan, uses_of
+from evergrad.evals.plan import Aim, Plan, uses_of
+from evergrad.evals.saving import rule_saving
 from evergrad.evals.sequential import betting_e_process, mixture_e_value
 from evergrad.evals.series import next_level, trials_of
 from evergrad.evals.settings import GateConfig
 from evergrad.evals.statistics import (
     PairedDifference,
     cost_per_success_ratio,
-    gain_interval,
     non_inferiority_p,
     paired_difference,
     sample_size,
     superiority_p,
 )
-from evergrad.types import EvalReport, Verdict, plain
+from evergrad.types import Verdict, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ def gate(
     anchor: Reports | None = None,
     costs: Costs | None = None,
     latencies: Latencies | None = None,
+    aim: Aim = "score",
+    turns: Turns | None = None,
     clusters: Mapping[str, Hashable] | None = None,
     bootstrap: bool = False,
     history: Sequence[Verdict] = (),
@@ -69,10 +73,12 @@ def gate(
         candidate: Its reports, one per suite.
         incumbent: Those of the version that serves now, on the same suites; empty or ``None`` when nothing serves.
         config: Thresholds.
-        primary: Suite on which the candidate must be better; the first of its reports by default.
+        primary: Suite on which the candidate must be better, or no worse; the first of its reports by default.
         anchor: Reports of frozen versions; every suite in it is guarded against it too, lest small losses add up.
         costs: Per-task costs on the primary suite; needed when ``config.max_cost_increase`` is set.
         latencies: Seconds per task on the primary suite; needed when ``config.max_latency_increase`` is set.
+        aim: What the candidate is for: a better score, or with ``cost`` the same score for less.
+        turns: What both took on the primary suite as they took turns; needed with the aim ``cost``.
         clusters: Task id to cluster (repository, customer, conversation); tasks of one cluster are not independent.
         bootstrap: Lets a first version pass without an incumbent, if its own reports are in order.
         history: All verdicts of the same series before this one, oldest first; they decide the level of this try.
@@ -92,14 +98,19 @@ def gate(
     ruling.given_up = chosen in candidate and GIVEN_UP in candidate[chosen].outcomes
     check_reports(ruling, roles)
     if plan is not None:
-        check_plan(ruling, plan, candidate_id, incumbent_id, chosen, roles, audit)
+        check_plan(ruling, plan, candidate_id, incumbent_id, chosen, roles, audit, aim)
     _add_identity(ruling, chosen, roles, plan)
     if plan is not None and plan.contamination:
         _rule_contamination(ruling, plan.contamination)
     if not incumbent:
         _rule_without_incumbent(ruling, candidate, chosen, bootstrap)
     elif chosen in candidate:
-        _rule_primary(ruling, chosen, candidate, incumbent, plan.looks_by_hand if plan else 0)
+        looks = plan.looks_by_hand if plan else 0
+        if aim == "cost":
+            ruling.evidence["aim"] = aim
+            rule_saving(ruling, chosen, candidate, incumbent, turns, looks)
+        else:
+            _rule_primary(ruling, chosen, candidate, incumbent, looks)
         _rule_costs(ruling, chosen, candidate, incumbent, costs)
         rule_latency(ruling, chosen, candidate, incumbent, latencies)
         if audit is not None and not {("candidate", chosen), ("incumbent", chosen)} - ruling.usable:
@@ -140,9 +151,9 @@ def _rule_without_incumbent(ruling: Ruling, candidate: Reports, primary: str, bo
     report = candidate[primary]
     if len(report.scores) < ruling.config.min_n:
         ruling.refusals.append(f"{primary}: {len(report.scores)} scores, preset are at least {ruling.config.min_n}")
-    ruling.evidence |= {"n": len(report.scores), "score_after": _mean(report)}
+    ruling.evidence |= {"n": len(report.scores), "score_after": mean_score(report)}
     ruling.findings.append(
-        f"nothing serves yet: first version, mean score {_mean(report):.3f} of {len(report.scores)} tasks on {primary}"
+        f"nothing serves yet: first version, mean score {mean_score(report):.3f} of {len(report.scores)} tasks on {primary}"
     )
 
 
@@ -153,7 +164,7 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
     after, before, config = candidate[suite], incumbent[suite], ruling.config
     if ruling.given_up:
         # Shown to be worse before all was measured. Left out, the tries that remain would look better than they are.
-        _add_trial(ruling, next_level(config.series, config.alpha, trials_of(ruling.history)), 1.0, None)
+        add_trial(ruling, next_level(config.series, config.alpha, trials_of(ruling.history)), 1.0, None)
     unusable = {("candidate", suite), ("incumbent", suite)} - ruling.usable
     if unusable or mismatch(ruling, suite, after, before, "incumbent"):
         return
@@ -161,7 +172,7 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
     test, p_value = superiority_p(pairs, seed=config.seed)
     uses = uses_of(after.suite_hash, ruling.history)
     ruling.evidence |= {
-        **_compared(pairs, before, after, config.seed),
+        **compared(pairs, before, after, config.seed),
         "test": test,
         "p_value": p_value,
         "holdout": {"suite_hash": after.suite_hash, "uses_before": uses, "looks_by_hand": looks},
@@ -171,7 +182,7 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
     # A mean of differences that cancel out is zero up to rounding only.
     tied = abs(pairs.delta) < 1e-12
     place = _rule_series(ruling, told, pairs, tied)
-    if tied and _mean(before) >= 1.0:
+    if tied and mean_score(before) >= 1.0:
         ruling.refusals.append(f"{told}: tied; the incumbent already scores 1.000: nothing to gain, it goes on serving")
     elif tied:
         ruling.refusals.append(f"{told}: tied")
@@ -181,7 +192,7 @@ def _rule_primary(ruling: Ruling, suite: str, candidate: Reports, incumbent: Rep
         ruling.refusals.append(f"{told}: the gain of {pairs.delta:.4f} is below the preset {config.min_delta:g}")
     low, high = ruling.evidence["ci95"]
     ruling.findings.append(
-        f"{told}: mean score {_mean(before):.3f} to {_mean(after):.3f}, gain {pairs.delta:+.4f}, "
+        f"{told}: mean score {mean_score(before):.3f} to {mean_score(after):.3f}, gain {pairs.delta:+.4f}, "
         f"95% interval [{low:.4f}, {high:.4f}], p = {p_value:.3g} ({test}); {place}"
         + (f"; {uses} verdicts have looked at these tasks before" if uses else "")
         + (f"; {looks} looks at these tasks by hand" if looks else "")
@@ -206,23 +217,10 @@ def _rule_series(ruling: Ruling, told: str, pairs: PairedDifference, tied: bool)
     place = f"try {len(trials) + 1} of the series: {what} {p_value:.3g}, level {level:.3g} ({config.series})"
     # Whatever is refused for another reason already could not have been promoted by its scores: that is no try.
     if not ruling.refusals:
-        _add_trial(ruling, level, p_value, e_value)
+        add_trial(ruling, level, p_value, e_value)
     if p_value > level and pairs.delta > 0 and not tied:
         ruling.refusals.append(f"{told}: {place}: not shown to be better{_pairs_needed(pairs, level)}")
     return place
-
-
-def _add_trial(ruling: Ruling, level: float, p_value: float, e_value: float | None) -> None:
-    config, trials = ruling.config, trials_of(ruling.history)
-    ruling.evidence["series"] = {
-        "rule": config.series,
-        "alpha": config.alpha,
-        "trial": len(trials) + 1,
-        "promotions_before": sum(trial.promoted for trial in trials),
-        "level": level,
-        "p_value": p_value,
-        "e_value": e_value,
-    }
 
 
 def _pairs_needed(pairs: PairedDifference, level: float) -> str:
@@ -257,7 +255,7 @@ def _rule_guard(ruling: Ruling, suite: str, margin: float, candidate: Reports, o
             "suite": suite,
             "against": role,
             "version_id": before.version_id,
-            **_compared(pairs, before, after, config.seed),
+            **compared(pairs, before, after, config.seed),
             "margin": margin,
             "p_value": p_value,
             "holds": holds,
@@ -268,23 +266,6 @@ def _rule_guard(ruling: Ruling, suite: str, margin: float, candidate: Reports, o
         ruling.findings.append(f"{told}: not worse")
     else:
         ruling.refusals.append(f"{told}: not shown to be no worse")
-
-
-def _compared(pairs: PairedDifference, before: EvalReport, after: EvalReport, seed: int) -> dict[str, Any]:
-    """The figures of every paired comparison in a verdict's evidence."""
-    interval, ci95 = gain_interval(pairs, seed=seed)
-    return {
-        "n": pairs.n,
-        "clusters": len(pairs.cluster_sums),
-        "wins": pairs.wins,
-        "losses": pairs.losses,
-        "score_before": _mean(before),
-        "score_after": _mean(after),
-        "delta": pairs.delta,
-        "se": pairs.se,
-        "ci95": ci95,
-        "interval": interval,
-    }
 
 
 def _rule_costs(ruling: Ruling, suite: str, candidate: Reports, incumbent: Reports, costs: Costs | None) -> None:
@@ -354,7 +335,3 @@ def _add_identity(ruling: Ruling, primary: str, roles: Mapping[str, Reports], pl
             for role, reports in roles.items()
         },
     }
-
-
-def _mean(report: EvalReport) -> float:
-    return report.mean or 0.0

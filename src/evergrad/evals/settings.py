@@ -23,6 +23,8 @@ class GateConfig(Config):
     """Pairs that a suite must have at least."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Smallest gain in mean score that promotes; any gain by default."""
+    min_saving: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the cost per success that a candidate on a smaller base model must be shown to save; any saving by default."""
     guards: dict[str, float] = Field(default_factory=dict)
     """Suite to margin: how much worse, in mean score, the candidate must be shown not to be."""
     guard_margin: float | None = Field(default=0.05, gt=0, allow_inf_nan=False)
@@ -43,5 +45,6 @@ class GateConfig(Config):
     def as_planned(self) -> dict[str, Any]:
         """As plans and verdicts hold it. A limit that is not set is left out where it came later than they did, so that those
         on record keep their names."""
+        unset = {"max_latency_increase": None, "min_saving": 0.0}
         settings = self.model_dump(mode="json")
-        return {key: value for key, value in settings.items() if key != "max_latency_increase" or value is not None}
+        return {key: value for key, value in settings.items() if key not in unset or value != unset[key]}

@@ -34,6 +34,8 @@ def _serve(config: EngineConfig, listener: socket.socket) -> None:
 
     def end(error: Exception) -> None:
         deaths.append(error)
+        # The last answers of a dead engine, its refusals among them, have two seconds to leave.
+        http.config.timeout_graceful_shutdown = 2
         http.should_exit = True
 
     # Loading computes, too; from here on only the thread that steps the engine may.
@@ -41,9 +43,11 @@ def _serve(config: EngineConfig, listener: socket.socket) -> None:
     if engine.notice is not None:
         print(f"notice: {engine.notice}", file=sys.stderr, flush=True)
     server = EngineServer(engine, os.environ.get("EVERGRAD_TOKEN"), on_ready=lambda: announce(listener), on_death=end)
-    # The last answers of a dead engine, its refusals among them, have two seconds to leave.
+    graceful = config.drain_s
     http = uvicorn.Server(
-        uvicorn.Config(server.app, log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2)
+        uvicorn.Config(
+            server.app, log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=graceful
+        )
     )
     http.run(sockets=[listener])
     if deaths:

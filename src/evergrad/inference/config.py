@@ -61,6 +61,8 @@ class EngineConfig(Config):
     """Names under which ``/v1/*`` knows the model, besides its folder's name."""
     awaits_weights: bool = False
     """Answers 503 ``loading`` until a version was loaded over the weights in ``model``, which alone are nobody's to serve."""
+    drain_s: int = Field(default=2, ge=0)
+    """How long requests that run when the process is told to end may go on, in seconds; no new ones are taken meanwhile."""
     session_hold_s: float = Field(default=30.0, ge=0)
     """How long a step waits for an open session that has nothing to do yet: longer than a tool and a verifier may take, and
     than a busy machine is late, since what is sampled without a session that comes after all does not repeat."""

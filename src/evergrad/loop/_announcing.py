@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from evergrad.evals import Overlaps, Plan, announce, plan_from_json, report_from_json, suite_hash
+from evergrad.evals import Aim, Overlaps, Plan, announce, plan_from_json, report_from_json, suite_hash
 from evergrad.loop._folder import write_json
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
@@ -77,6 +77,8 @@ def write_plan(
     suites: Sequence[GateSuite],
     anchors: Mapping[str, EvalReport],
     history: Sequence[Verdict],
+    *,
+    aim: Aim = "score",
 ) -> Plan:
     """Writes down what will be ruled on, before the candidate is measured; the file keeps the name of its content.
 
@@ -95,6 +97,7 @@ def write_plan(
         looks_by_hand=_looks(session, suites[0]),
         audit=session.config.audit,
         contamination=_contamination(session, candidate, suites),
+        aim=aim,
     )
     ruled = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
     plan = _announced_before(session.folder.path, planned, ruled) or planned

@@ -52,8 +52,12 @@ def _compared(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     if merge := content.get("merge"):
         told = f"{percent(merge['share'])} of the way from {merge['parent']} to {merge['other']}"
         rows.append(("weights of the candidate", _e(f"a merge: {told}")))
+    bases = content.get("base_models") or {}
+    if len(set(bases.values())) > 1:
+        rows += [(f"base model of {name}", _code(base)) for name, base in bases.items()]
+    aim = "must be no worse, and cheaper, on" if content["plan"].get("aim") == "cost" else "must be better on"
     for name, suite in content["suites"].items():
-        role = "must be better on" if name == content["plan"]["primary"] else "guard"
+        role = aim if name == content["plan"]["primary"] else "guard"
         rows.append((role, f"{_e(name)}, {_e(suite['tasks'])} tasks {_code(suite['suite_hash'])}"))
     return rows
 
@@ -66,7 +70,7 @@ def _effect(effect: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("score", _e(f"{percent(effect['score_before'])} → {percent(effect['score_after'])}")),
         ("gain", _e(f"{percent(effect['delta'], signed=True)}, 95% {percent(low)} to {percent(high)} ({effect['interval']})")),
         ("pairs", _e(f"{effect['n']}: {effect['wins']} won, {effect['losses']} lost")),
-        ("p, two-sided", _e(f"{effect['p_value']:.3g} ({effect['test']})")),
+        *_shown(effect),
     ]
     series = effect.get("series")
     if series:
@@ -81,6 +85,20 @@ def _effect(effect: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     rows.append(("earlier looks at these tasks", _e(effect["holdout"]["uses_before"])))
     return rows
+
+
+def _shown(effect: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """By which test; with the aim of a lower cost there are two."""
+    not_worse, saving = effect.get("non_inferiority"), effect.get("saving")
+    if not_worse is None or saving is None:
+        return [("p, two-sided", _e(f"{effect['p_value']:.3g} ({effect['test']})"))] if "test" in effect else []
+    before, after = (count(saving[key]) for key in ("seconds_per_success_before", "seconds_per_success_after"))
+    ratio = f"× {count(saving['cost_per_success_ratio'])}, at most × {count(saving['upper_bound'])}"
+    turns = f"{before} → {after} s of the machine, {saving['turns']} turns each"
+    return [
+        ("no worse", _e(f"by a margin of {percent(not_worse['margin'])}: p = {not_worse['p_value']:.3g}")),
+        ("cost per success", _e(f"{ratio} ({turns}): below × {saving['limit']:g}, p = {saving['p_value']:.3g}")),
+    ]
 
 
 _PROMISES = {

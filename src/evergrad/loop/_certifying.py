@@ -17,6 +17,7 @@ from evergrad.loop._folder import LoopState, write_json, write_text
 from evergrad.loop._scores import row_of
 from evergrad.loop._session import Session
 from evergrad.loop.certificate import (
+    base_models_of,
     code_hash,
     config_hash,
     folder_hash,
@@ -59,6 +60,7 @@ def _content(session: Session, verdict: Verdict, plan: Plan, suites: Sequence[Ga
         **statement(verdict, plan),
         "system_prompt": candidate.system_prompt,
         "merge": merge_of(candidate),
+        "base_models": base_models_of(candidate, session.registry.get(versions[1])),
         "suites": {each.name: _suite(session, each) for each in suites},
         "costs": _costs(session.state, verdict, plan.primary, session.config.worth),
         "hashes": {

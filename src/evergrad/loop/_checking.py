@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.config import nearest
 from evergrad.envs import Taskset
+from evergrad.evals import next_level
 from evergrad.ledger import CPU_RESOURCE, PriceBook
 from evergrad.loop._console import LoopConsole
 from evergrad.loop._folder import LoopState, RunFolder, Stage
@@ -16,7 +18,7 @@ from evergrad.loop._learning import BASE_TRIES
 from evergrad.loop._teaching import require_same_tokens
 from evergrad.loop.certificate import KEY_VARIABLE, signing_key
 from evergrad.loop.config import RunConfig
-from evergrad.registry import Registry, base_model
+from evergrad.registry import Registry, base_model, parameter_count
 from evergrad.rollouts import Renderer, derive_seed
 from evergrad.types import EvergradError, InputError
 
@@ -51,9 +53,35 @@ def check_inputs(config: RunConfig, console: LoopConsole) -> None:
             raise InputError(f"gate.guards names '{guard}', which this run never measures", hint=nearest(guard, suites))
     _check_tasks(config, deployed)
     _check_lengths(config, deployed)
-    student = base_model(config.model, None, lambda what, share: console.note(f"  {config.model}: {what} ({share:.0%})"))
-    _check_teachers(config, student)
-    _check_prompts(config, deployed, student)
+    students = {base: base_model(base, None, _progress(console, base)) for base in config.bases}
+    _check_smaller(config, students, console)
+    for student in students.values():
+        _check_teachers(config, student)
+        _check_prompts(config, deployed, student)
+
+
+def _progress(console: LoopConsole, base: str) -> Callable[[str, float], None]:
+    return lambda what, share: console.note(f"  {base}: {what} ({share:.0%})")
+
+
+def _check_smaller(config: RunConfig, folders: Mapping[str, Path], console: LoopConsole) -> None:
+    """Base models of arms are smaller than the run's, and what their candidates must show can be shown."""
+    sizes = {base: parameter_count(folder) for base, folder in folders.items()}
+    for arm in (each for each in config.arms if each.base_model is not None):
+        size, own = sizes[str(arm.base_model)], sizes[config.model]
+        if size >= own:
+            raise InputError(
+                f"arm '{arm.name}' is to serve for less on '{arm.base_model}', which has {size:,} parameters, and "
+                f"'{config.model}' has {own:,}",
+                where=str(arm.base_model),
+                hint="name a smaller base model, or leave the arm out",
+            )
+    margin, level = config.gate.guard_margin, next_level(config.gate.series, config.gate.alpha, [])
+    if len(config.bases) > 1 and margin is not None and (1 - margin) ** config.eval.n > level:
+        console.note(
+            f"eval.n = {config.eval.n} tasks on which nothing differs do not show a smaller model to be no worse by "
+            f"{margin:g} at the level of a first try, {level:.3g}: {math.ceil(math.log(level) / math.log1p(-margin))} do"
+        )
 
 
 def _check_audit(config: RunConfig) -> None:
@@ -67,13 +95,16 @@ def _check_audit(config: RunConfig) -> None:
 
 
 def _check_teachers(config: RunConfig, student: Path) -> None:
-    """Teachers read the student's tokens, and hints where they are to have any."""
+    """Teachers read the tokens of a student's base model, and hints where they are to have any."""
     for recipe in config.recipes:
         distill = recipe.rl.distill
         if distill is None or not recipe.rl.steps:
             continue
         if distill.model is not None:
             require_same_tokens(student, base_model(distill.model))
+        own = base_model(config.model)
+        if distill.version is not None and student != own:  # the first cycle's versions are on the run's own base model
+            require_same_tokens(student, own)
         taskset = Taskset(config.environment.name, config.environment.settings)
         if distill.hint and not taskset.has_hints:
             raise InputError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evergrad.evals import Aim
 from evergrad.ledger import NOTHING, Choice, Try, choose_arm
 from evergrad.loop._figures import count, usd
 from evergrad.loop._folder import LoopState, Stage
@@ -15,7 +16,7 @@ from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._spending import budget_left
 from evergrad.loop.config import MergeConfig, RunConfig
 from evergrad.loop.triggers import URGENT
-from evergrad.registry import Registry
+from evergrad.registry import Registry, base_model, parameter_count
 from evergrad.types import ModelVersion
 
 
@@ -40,24 +41,42 @@ class MergePlan:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What an arm would try next; neither of the two for one that trains."""
+    """What an arm would try next; none of these for one that trains what serves."""
 
     prompt: str = ""
     merge: MergePlan | None = None
+    base_model: str = ""
+    """A smaller one, on which the candidate is trained from its beginning."""
+
+    @property
+    def aim(self) -> Aim:
+        """What its candidate is promoted for."""
+        return "cost" if self.base_model else "score"
 
 
-def tries_on(state: LoopState, suite: str, since: int = 0) -> list[Try]:
+def tries_on(state: LoopState, suite: str, since: int = 0, *, usd_per_success: float = 0.0) -> list[Try]:
     """What later cycles have gained on a suite, and for how much; what was not promoted has gained nothing.
 
     Args:
         since: The first cycle that counts.
+        usd_per_success: What a success is worth. Dollars that an attempt costs less are a gain in score of as many successes as
+            they are worth: value per attempt is ``V · score − cost``.
     """
     return [
-        Try(row["arm"], max(0.0, row["score_after"] - row["score_before"]) if row["verdict"] == "promoted" else 0.0, row["usd"])
+        Try(row["arm"], max(0.0, _gained(row, usd_per_success)), row["usd"])
         for row in state.cycles
         if row.get("arm") is not None and row["usd"] is not None and row["suite"].partition("#")[0] == suite
         if row["cycle"] >= since
     ]
+
+
+def _gained(row: Mapping[str, Any], usd_per_success: float) -> float:
+    """Of one cycle, in score."""
+    if row["verdict"] != "promoted":
+        return 0.0
+    saved = row.get("saved_usd_per_attempt")
+    worth = saved / usd_per_success if saved is not None and usd_per_success > 0 else 0.0
+    return float(row["score_after"] - row["score_before"] + worth)
 
 
 def _alarmed_since(state: LoopState) -> int:
@@ -78,7 +97,8 @@ def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: st
     """The arms that have something left to try, in their order, with what each would try.
 
     A text is tried once over the weights that serve, and a merge once over the same two versions, on any draw of ``suite``.
-    Other weights may make more of it, so their promotion opens all again.
+    Other weights may make more of it, so their promotion opens all again. A base model is tried as often as it pays, while what
+    serves is on a larger one.
 
     Args:
         run: The run folder, in which the weights of versions lie.
@@ -88,7 +108,10 @@ def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: st
     rows = [] if served is None else [row for row in state.cycles if row["suite"].partition("#")[0] == suite]
     found: dict[str, Proposal] = {}
     for arm in config.ways:
-        if not arm.prompts and arm.merge is None:
+        if arm.base_model is not None:
+            if served is not None and _is_smaller(arm.base_model, served.base_model):
+                found[arm.name] = Proposal(base_model=arm.base_model)
+        elif not arm.prompts and arm.merge is None:
             found[arm.name] = Proposal()
         elif served is not None:
             left = (
@@ -99,6 +122,11 @@ def open_arms(config: RunConfig, state: LoopState, registry: Registry, suite: st
             if left:
                 found[arm.name] = left[0]
     return found
+
+
+def _is_smaller(base: str, served: str) -> bool:
+    """Whether one base model has fewer parameters than another."""
+    return base != served and parameter_count(base_model(base)) < parameter_count(base_model(served))
 
 
 def _prompts_left(
@@ -170,7 +198,8 @@ def choose(
         urgent: The world says that the service fails: what arms gained before it began to says nothing of what they would gain
             now.
     """
-    tries = tries_on(state, suite, _alarmed_since(state) if urgent else 0)
+    usd_per_success = 0.0 if config.worth is None else config.worth.usd_per_success
+    tries = tries_on(state, suite, _alarmed_since(state) if urgent else 0, usd_per_success=usd_per_success)
     worth = None if config.worth is None else config.worth.usd_per_score
     left = budget_left(config, spent)
     if not arms:

@@ -1,8 +1,9 @@
 """DECIDE: whether this cycle trains at all.
 
 Consumes the trigger and what is on record; waits for nothing; unblocks WARM_START; or MEASURE where a system prompt is tried,
-and MERGE where weights are merged, which train nothing; or WATCH where nothing would be bought: the suite is saturated, its
-verifier was convicted by a gold audit and has not been repaired since, or no way of getting better is worth its price.
+and MERGE where weights are merged, which train nothing; or WATCH where nothing would be bought: the suite is saturated and
+nothing could serve it for less, its verifier was convicted by a gold audit and has not been repaired since, or no way of
+getting better is worth its price.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ async def decide(session: Session) -> Decision:
     state, suite = session.state, session.suite(session.state.deployed)
     state.arm, state.merge = None, {}
     serves = session.registry.resolve(PRODUCTION)
-    state.system_prompt = session.registry.get(serves).system_prompt if serves is not None else ""
+    served = session.registry.get(serves) if serves is not None else None
+    state.system_prompt = served.system_prompt if served is not None else ""
+    _turn_to(session, served.base_model if served is not None else session.config.model)
     why = session.distrust(state.deployed)
     if why is not None:
         text = f"no training on {suite}, whose rewards are not to be trusted: {why}"
@@ -36,7 +39,12 @@ async def decide(session: Session) -> Decision:
         )
     row = last_score(session, suite)
     urgent = URGENT & set(state.trigger_kinds)
-    if row is not None and not urgent and is_saturated(row["mean"], row["n"]):
+    arms = {} if state.cycle == 1 else open_arms(session.config, state, session.registry, suite, session.folder.path)
+    saturated = row is not None and not urgent and is_saturated(row["mean"], row["n"])
+    # Where no score can rise a lower cost can be had; where the service fails, what it costs is not what matters.
+    aims = {"cost"} if saturated else {"score"} if urgent else {"score", "cost"}
+    arms = {name: proposal for name, proposal in arms.items() if proposal.aim in aims}
+    if row is not None and saturated and not arms:
         text = (
             f"{suite} is saturated and retired: {row['version_id']} scores {row['mean']:.3f} on {row['n']} tasks, above "
             f"{SATURATED_ABOVE:g}, so that no candidate could show a gain; it stays a guard"
@@ -44,7 +52,6 @@ async def decide(session: Session) -> Decision:
         return _told(session, Decision(Stage.WATCH, "retired", text, _evidence(session)))
     if state.cycle == 1:
         return Decision(Stage.WARM_START, "train", state.trigger, _evidence(session))
-    arms = open_arms(session.config, state, session.registry, suite, session.folder.path)
     choice = choose(session.config, state, suite, session.spent_usd(), list(arms), urgent=bool(urgent))
     figures = {**_evidence(session), **evidence(choice)}
     if choice.arm == NOTHING:
@@ -64,7 +71,18 @@ def _tries(session: Session, proposal: Proposal, why: str, figures: dict[str, An
         state.system_prompt = prompt
         session.event(f"cycle {state.cycle} tries a system prompt, and trains nothing: {prompt.splitlines()[0][:80]}")
         return Decision(Stage.MEASURE, "prompt", why, {**figures, "system_prompt": prompt})
+    if proposal.base_model:
+        _turn_to(session, proposal.base_model)
+        session.event(f"cycle {state.cycle} tries to serve for less: it trains {proposal.base_model} from its beginning")
+        return Decision(Stage.WARM_START, "smaller", why, {**figures, "base_model": proposal.base_model})
     return Decision(Stage.WARM_START, "train", why, figures)
+
+
+def _turn_to(session: Session, base_model: str) -> None:
+    """The base model of what this cycle makes; a checkpoint of another one is nothing to go on from."""
+    if base_model != session.base:
+        session.state.checkpoint = None
+    session.state.base_model = base_model
 
 
 def last_score(session: Session, suite: str) -> dict[str, Any] | None:

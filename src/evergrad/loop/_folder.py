@@ -71,6 +71,8 @@ class LoopState:
     trigger: str = "first start"
     arm: str | None = None
     """Which of the configured ways this cycle tries; ``None`` for the first cycle, and for trials."""
+    base_model: str = ""
+    """What this cycle trains is on; empty for the run's ``model``. ``checkpoint`` is of it."""
     system_prompt: str = ""
     """Of this cycle's candidate: the one that is tried, or else that of the version that it is trained from."""
     merge: dict[str, Any] = field(default_factory=dict)

@@ -61,8 +61,10 @@ async def warm_start(session: Session) -> Decision:
     """Supervised steps on demonstrations; then the result is published, and in the first cycle introduced to serving."""
     state, recipe = session.state, session.recipe.warm_start
     if state.step == 0:
-        incumbent = session.registry.resolve(PRODUCTION)
-        await session.reset_trainer(incumbent)
+        served = session.registry.resolve(PRODUCTION)
+        # Weights that serve on another base model are nothing to start from.
+        own_base = served is not None and session.registry.get(served).base_model == session.base
+        await session.reset_trainer(served if own_base else None)
         if state.policy_version == 0:
             await _look_at_the_base(session)
     batches = await _demonstration_batches(session)

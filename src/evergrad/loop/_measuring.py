@@ -1,41 +1,36 @@
 """MEASURE: what will be ruled is announced, candidate and incumbent are measured, the gate rules, the alias moves.
 
-Consumes the weights that LEARN or MERGE left; waits for paired evaluations on every suite; a promotion unblocks serving. With a
-canary the alias does not move here: the verdict begins a release, which RELEASE carries out.
+Consumes the weights that LEARN or MERGE left; waits for paired evaluations on every suite (``_evaluating.py``; where a lower
+cost is the aim, by turns: ``_turns.py``); a promotion unblocks serving. With a canary the alias does not move here: the verdict
+begins a release, which RELEASE carries out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from evergrad.evals import GIVEN_UP, Costs, EvalError, Latencies, evaluate, gate, give_up_on
-from evergrad.inference import InferenceClient
+from evergrad.evals import GIVEN_UP, Aim, Costs, Latencies, Plan, gate
 from evergrad.loop._announcing import (
+    GateSuite,
     anchor_reports,
     gate_suites,
-    gate_tasks,
-    report_path,
-    stored_report,
-    suite_name,
     verdict_on_record,
     verdicts_before,
     write_plan,
 )
 from evergrad.loop._certifying import certify
+from evergrad.loop._evaluating import report_for
 from evergrad.loop._folder import Stage, write_json
-from evergrad.loop._gold_audit import audits_task, convict_by_verdict
-from evergrad.loop._playing import require_alive
+from evergrad.loop._gold_audit import convict_by_verdict
 from evergrad.loop._registering import register_prompt, register_trained
 from evergrad.loop._releasing import begin_release
-from evergrad.loop._scores import keep_row, score_row, task_costs, task_seconds
+from evergrad.loop._scores import task_costs, task_seconds
 from evergrad.loop._serving import PRODUCTION
 from evergrad.loop._session import Session
+from evergrad.loop._turns import measure_by_turns, saved_per_attempt, turns_on_record
 from evergrad.loop.decisions import Decision
-from evergrad.rollouts import greedy_rollout
-from evergrad.types import EvalReport, ModelVersion, Rollout, Task, Verdict, plain, strict_json
+from evergrad.types import EvalReport, ModelVersion, Verdict, plain, strict_json
 
 
 async def measure(session: Session) -> Decision:
@@ -55,39 +50,19 @@ async def measure(session: Session) -> Decision:
         return Decision(Stage.WATCH, "nothing new", told)
     history = verdicts_before(session.registry, candidate.version_id, incumbent.version_id)
     suites = gate_suites(session, history)
-    primary = suites[0].name
     anchors = anchor_reports(session, suites, candidate, incumbent)
-    plan = write_plan(session, candidate, incumbent, suites, anchors, history)
+    plan = write_plan(session, candidate, incumbent, suites, anchors, history, aim=_aim(session))
     await session.begin_precision()
-    # The engine that serves has the weights of both where only the prompt differs.
-    holder = session.serving.client if candidate.weights_uri == incumbent.weights_uri else session.engine
-    before, after = {}, {}
-    for each in suites:
-        session.safe_point()
-        before[each.name] = await report_for(session, incumbent, each.settings, session.serving.client, each.draw)
-        rival = before[each.name] if each.name == primary else None
-        session.safe_point()
-        after[each.name] = await report_for(session, candidate, each.settings, holder, each.draw, rival)
-        if rival is not None and GIVEN_UP in after[each.name].outcomes:
-            break  # refused already, whatever the guards say
-    costs = Costs(task_costs(state, candidate.version_id, primary), task_costs(state, incumbent.version_id, primary))
-    latencies = Latencies(*(task_seconds(state, each.version_id, primary) for each in (candidate, incumbent)))
-    verdict = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
-    if verdict is None:
-        with session.clock.phase("gate"):
-            verdict = gate(
-                after,
-                before,
-                session.config.gate,
-                primary=primary,
-                anchor=anchors,
-                costs=costs,
-                latencies=latencies,
-                history=history,
-                plan=plan,
-                audit=session.config.audit,
-            )
-    begun = await _rule(session, candidate, verdict)
+    try:
+        compare = measure_by_turns if plan.aim == "cost" else _one_after_the_other
+        before, after = await compare(session, candidate, incumbent, suites)
+        verdict = verdict_on_record(session.registry, candidate.version_id, incumbent.version_id)
+        if verdict is None:
+            with session.clock.phase("gate"):
+                verdict = _verdict(session, plan, after, before, anchors, history)
+        begun = await _rule(session, candidate, verdict)
+    finally:
+        await session.serving.end_standby()
     convict_by_verdict(session, verdict)
     _record_cycle(session, verdict, before, after, begun)
     certify(session, verdict, plan, suites)
@@ -95,6 +70,50 @@ async def measure(session: Session) -> Decision:
     word = ("passed" if begun else "promoted") if verdict.promote else "refused"
     text = f"{word} {candidate.version_id} against {incumbent.version_id}: {'; '.join(verdict.reasons)}"
     return Decision(Stage.RELEASE if begun else Stage.WATCH, word, text, plain(verdict.evidence, "null"))
+
+
+async def _one_after_the_other(
+    session: Session, candidate: ModelVersion, incumbent: ModelVersion, suites: Sequence[GateSuite]
+) -> tuple[dict[str, EvalReport], dict[str, EvalReport]]:
+    """Reports of incumbent and candidate on all suites, the primary one first."""
+    # The engine that serves has the weights of both where only the prompt differs.
+    holder = session.serving.client if candidate.weights_uri == incumbent.weights_uri else session.engine
+    before, after = dict[str, EvalReport](), dict[str, EvalReport]()
+    for each in suites:
+        session.safe_point()
+        before[each.name] = await report_for(session, incumbent, each.settings, session.serving.client, each.draw)
+        rival = before[each.name] if each is suites[0] else None
+        session.safe_point()
+        after[each.name] = await report_for(session, candidate, each.settings, holder, each.draw, rival)
+        if rival is not None and GIVEN_UP in after[each.name].outcomes:
+            break  # refused already, whatever the guards say
+    return before, after
+
+
+def _verdict(
+    session: Session,
+    plan: Plan,
+    after: Mapping[str, EvalReport],
+    before: Mapping[str, EvalReport],
+    anchors: Mapping[str, EvalReport],
+    history: Sequence[Verdict],
+) -> Verdict:
+    """The gate's word on what was measured, by what was announced."""
+    state, primary, versions = session.state, plan.primary, (plan.candidate_id, plan.incumbent_id)
+    return gate(
+        after,
+        before,
+        session.config.gate,
+        primary=primary,
+        anchor=anchors,
+        costs=Costs(*(task_costs(state, each, primary) for each in versions)),
+        latencies=Latencies(*(task_seconds(state, each, primary) for each in versions)),
+        aim=plan.aim,
+        turns=turns_on_record(session.folder.path, *versions, primary) if plan.aim == "cost" else None,
+        history=history,
+        plan=plan,
+        audit=session.config.audit,
+    )
 
 
 async def _candidate(session: Session) -> ModelVersion:
@@ -110,6 +129,11 @@ async def _candidate(session: Session) -> ModelVersion:
 
 def _tries_prompt(session: Session) -> bool:
     return any(arm.prompts for arm in session.config.arms if arm.name == session.state.arm)
+
+
+def _aim(session: Session) -> Aim:
+    smaller = any(arm.base_model is not None for arm in session.config.arms if arm.name == session.state.arm)
+    return "cost" if smaller else "score"
 
 
 def _serves_already(session: Session, candidate: ModelVersion) -> bool:
@@ -171,72 +195,6 @@ async def _rule(session: Session, candidate: ModelVersion, verdict: Verdict) -> 
     return False
 
 
-async def report_for(
-    session: Session,
-    version: ModelVersion,
-    settings: Mapping[str, Any],
-    client: InferenceClient,
-    draw: int = 0,
-    rival: EvalReport | None = None,
-) -> EvalReport:
-    """The report of ``version`` on one suite: from the record, or measured now on the engine that holds the version.
-
-    With a ``rival``, the measurement is given up once the version is shown to score less; such a report serves no other end.
-
-    Raises:
-        WorkerDied: an engine ended meanwhile; no report is kept then, so that the version is measured again, and not refused.
-    """
-    stored = stored_report(session, version.version_id, settings, draw)
-    if stored is not None and (rival is not None or GIVEN_UP not in stored.outcomes):
-        return stored
-    session.require_holder(client, version)
-    suite, taskset, tasks = suite_name(session, settings, draw), session.taskset(settings), gate_tasks(session, settings, draw)
-    session.console.note(f"  measuring {version.version_id} on {suite}, {len(tasks)} tasks")
-    rollouts: list[Rollout] = []
-    audits = audits_task(session, tasks)
-
-    async def run(task: Task) -> Rollout:
-        rollout = await greedy_rollout(
-            task.with_system_prompt(version.system_prompt),
-            taskset,
-            client,
-            session.renderer,
-            rollout_id=f"{version.version_id}-{task.task_id}",
-            group_id=f"eval-{version.version_id}-{suite}",
-            audit=audits(task),
-        )
-        rollouts.append(rollout)
-        session.console.advance(f"{sum(each.success for each in rollouts) / len(rollouts):.0%}")
-        return rollout
-
-    concurrency, fingerprint = session.config.eval.concurrency, taskset.fingerprint
-    usd, started = session.spent_usd(), time.monotonic()
-    with session.clock.phase("eval"), session.console.stage(f"evaluate {version.version_id} on {suite}", len(tasks)):
-        give_up = give_up_on(rival.scores, session.config.gate.alpha) if rival is not None else None
-        try:
-            report = await evaluate(
-                version.version_id, suite, tasks, run, fingerprint=fingerprint, concurrency=concurrency, give_up=give_up
-            )
-        except EvalError:
-            await require_alive(session)  # not one task gave a score
-            raise
-        if report.missing and GIVEN_UP not in report.outcomes:
-            await require_alive(session)
-    spent = None if usd is None else (session.spent_usd() or 0.0) - usd
-    session.record_rollouts(f"eval-{version.version_id}--{suite}", rollouts)
-    _record_score(session, score_row(report, rollouts, spent, time.monotonic() - started))
-    # Last, for the file is what says that this need not be done again: by then the row is in the state.
-    write_json(report_path(session.folder.path, version.version_id, suite), dataclasses.asdict(report))
-    return report
-
-
-def _record_score(session: Session, row: Mapping[str, Any]) -> None:
-    keep_row(session.state, row)
-    parts = "".join(f"{name} {value:.2f}, " for name, value in row["slices"].items())
-    session.event(f"{row['label']}: {row['mean']:.3f} ({parts}n = {row['n']}, {row['seconds']:.0f} s)")
-    session.save_state()
-
-
 def _record_cycle(
     session: Session, verdict: Verdict, before: Mapping[str, EvalReport], after: Mapping[str, EvalReport], begun: bool
 ) -> None:
@@ -252,6 +210,11 @@ def _record_cycle(
             "arm": state.arm,
             "system_prompt": state.system_prompt,
             "merge": dict(state.merge) or None,
+            "aim": verdict.evidence.get("aim", "score"),
+            "base_model": session.base,
+            "saved_usd_per_attempt": saved_per_attempt(
+                session.folder.path, verdict.candidate_id, str(verdict.incumbent_id), suite
+            ),
             "suite": suite,
             "score_before": before[suite].mean,
             "score_after": after[suite].mean,

@@ -8,12 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from evergrad.inference import Completes
+from evergrad.loop._serving import DEATH_TAKES_S
 from evergrad.loop._session import Session
 from evergrad.rollouts import derive_seed, greedy_rollout
 from evergrad.types import EvergradError, Outcome, Rollout, Task
-
-DEATH_TAKES_S = 2.0
-"""At most, from the first request that a dying engine refuses to the end of its process."""
 
 
 async def play(
@@ -35,6 +33,8 @@ async def play(
         WorkerDied: an engine ended meanwhile; nothing is kept then.
     """
     taskset, tasks = session.taskset(settings), drawn_tasks(session, settings, count, name=name, source=source)
+    served = session.serving.version
+    renderer = session.renderer if client is session.engine or served is None else session.renderer_for(served)
     with session.console.stage(f"{source} tries on {session.suite(settings)}", len(tasks)):
 
         async def one(index: int) -> Rollout:
@@ -43,7 +43,7 @@ async def play(
                 tasks[index].with_system_prompt(system_prompt(rollout_id)),
                 taskset,
                 client,
-                session.renderer,
+                renderer,
                 rollout_id=rollout_id,
                 group_id=name,
                 source=source,

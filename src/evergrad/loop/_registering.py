@@ -30,16 +30,26 @@ async def register_trained(session: Session, note: str) -> ModelVersion:
             await session.trainer.export(str(session.folder.path / uri))
     version = ModelVersion(
         version_id=version_id,
-        parent_id=session.version_id("sft") if note != "sft" else session.registry.resolve(PRODUCTION),
+        parent_id=session.version_id("sft") if note != "sft" else _learned_from(session),
         policy_version=session.state.policy_version,
         weights_uri=uri,
-        base_model=session.config.model,
+        base_model=session.base,
         recipe_hash=hashlib.sha256(session.recipe.model_dump_json().encode()).hexdigest()[:16],
         created_at=_now(),
         metadata=_metadata(session, await session.probe()),
         system_prompt=session.state.system_prompt,
     )
     return session.registry.register(version)
+
+
+def _learned_from(session: Session) -> str | None:
+    """What a cycle's first version was trained from: what serves. On another base model it begins anew, and has in it at most
+    what a version of the run teaches it."""
+    serves = session.registry.resolve(PRODUCTION)
+    if serves is None or session.registry.get(serves).base_model == session.base:
+        return serves
+    distill = session.recipe.rl.distill if session.recipe.rl.steps else None
+    return distill.version if distill is not None else None
 
 
 def register_prompt(session: Session) -> ModelVersion:

@@ -5,7 +5,6 @@ Opening a session brings the workers to the saved state, whether that state is n
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import time
@@ -20,14 +19,14 @@ from evergrad.envs import Taskset
 from evergrad.inference import EngineConfig, InferenceClient
 from evergrad.ledger import EnergyMeter, Ledger, PhaseClock, PriceBook
 from evergrad.loop._console import LoopConsole
-from evergrad.loop._engines import EngineMaker
 from evergrad.loop._folder import WAITING, LoopState, RunFolder, Stage, write_text
 from evergrad.loop._probe import PROBE_TOKENS, require_equal
 from evergrad.loop._prompting import TaskChoice
-from evergrad.loop._replicas import Restarts, RolloutEngines
+from evergrad.loop._replicas import Restarts
 from evergrad.loop._scores import reward_interval
 from evergrad.loop._serving import PRODUCTION, Serving
-from evergrad.loop._teaching import Teachers, scorer_of
+from evergrad.loop._teaching import scorer_of
+from evergrad.loop._workers import Workers, renderer_on
 from evergrad.loop.config import RecipeConfig, RunConfig
 from evergrad.loop.decisions import Decision, take
 from evergrad.loop.pausing import Paused, pause_of
@@ -44,7 +43,7 @@ from evergrad.rollouts import (
     rollout_json,
     write_buffer_state,
 )
-from evergrad.training import LossConfig, TrainerClient, TrainerConfig, UpdatesConfig
+from evergrad.training import LossConfig, TrainerClient, UpdatesConfig
 from evergrad.training.sinks import RunInfo, SinkFan
 from evergrad.types import EvergradError, ModelVersion, Rollout, Task, TrainingBatch
 
@@ -72,11 +71,9 @@ class Session:
         self.registry: Registry
         self.ledger: Ledger
         self.clock: PhaseClock
-        self.trainer: TrainerClient
-        self.engines: RolloutEngines
-        self.renderer: Renderer
+        self.workers: Workers
         self.serving: Serving
-        self.teachers: Teachers
+        self._renderers: dict[str, Renderer] = {}
         self._sinks: SinkFan | None = None
         self.audited: list[Rollout] = []
         """Judged by gold since the last step was put down."""
@@ -91,10 +88,13 @@ class Session:
                 PhaseClock(self.ledger, cores=self.cores, subject=self.config.name, meter=EnergyMeter())
             )
             with self.clock.phase("setup"):
-                model = await self._model_folder()
                 await self._exit.enter_async_context(self.placement)
-                await self._start_workers(model)
+                self._exit.push_async_callback(self._end_workers)
+                await self._start_workers()
+                served = EngineConfig(model="", threads=self._threads, seed=self.config.seed)
+                self.serving = await self._exit.enter_async_context(Serving(self.placement, served, self.registry, path))
                 await self._restore()
+                await self.follow()
             info = RunInfo(self.config.name, path, self.config.model_dump(mode="json"), len(self.state.steps))
             self._sinks = SinkFan([sink.build() for sink in self.config.sinks], info, self.console.note)
         except BaseException:
@@ -113,15 +113,38 @@ class Session:
             await self._exit.aclose()
 
     @property
+    def trainer(self) -> TrainerClient:
+        return self.workers.trainer
+
+    @property
     def engine(self) -> InferenceClient:
         """What rolls out: one engine, or several that look like one."""
-        return self.engines.client
+        return self.workers.engines.client
+
+    @property
+    def renderer(self) -> Renderer:
+        """Of chats with what this cycle trains."""
+        return self.workers.renderer
+
+    def renderer_for(self, version: ModelVersion) -> Renderer:
+        """Of chats with a version, which may be on another base model than what this cycle trains."""
+        base = version.base_model
+        if base == self.workers.base:
+            return self.workers.renderer
+        if base not in self._renderers:
+            self._renderers[base] = renderer_on(base_model(base))
+        return self._renderers[base]
 
     # -- where the run stands --------------------------------------------------------------------------------------------
 
     @property
     def recipe(self) -> RecipeConfig:
         return self.config.recipe(self.state.cycle, self.state.arm)
+
+    @property
+    def base(self) -> str:
+        """The base model of what this cycle trains."""
+        return self.state.base_model or self.config.model
 
     def wall_s(self) -> float:
         """Seconds of the whole run, resumed parts included."""
@@ -306,17 +329,17 @@ class Session:
 
     async def start_teacher(self) -> None:
         """Starts what scores this stage's samples besides the policy, if there is any and it is not there yet."""
-        if scorer := scorer_of(self.config, self.state.cycle):
+        if scorer := scorer_of(self.config, self.state.cycle, self.state.arm):
             with self.clock.phase("setup"):
-                await self.teachers.start(scorer)
+                await self.workers.teachers.start(scorer)
 
     async def teach(self, batch: TrainingBatch) -> TrainingBatch:
         """The batch with the log-probabilities of the stage's teacher or reference, if it has one."""
-        scorer = scorer_of(self.config, self.state.cycle)
+        scorer = scorer_of(self.config, self.state.cycle, self.state.arm)
         if scorer is None:
             return batch
         with self.clock.phase("train"):
-            return await self.teachers.teach(batch, scorer)
+            return await self.workers.teachers.teach(batch, scorer)
 
     async def reset_trainer(self, version_id: str | None) -> None:
         """Starts the trainer from a version (or the base model) with a fresh optimizer."""
@@ -341,7 +364,7 @@ class Session:
     async def _publish_as(self, policy_version: int) -> dict[str, Any]:
         with self.clock.phase("weight_sync"):
             manifest = await self.trainer.publish(policy_version)
-            receipt = await self.engines.update_weights(manifest, full_precision=self.state.stage is not Stage.LEARN)
+            receipt = await self.workers.engines.update_weights(manifest, full_precision=self.state.stage is not Stage.LEARN)
             await self._prove(policy_version)
         return receipt
 
@@ -361,7 +384,10 @@ class Session:
         Raises:
             EvergradError: ``client`` is the serving engine and it serves other weights than those to be measured.
         """
-        if client is self.engine or (self.serving.version and self.serving.version.weights_uri == version.weights_uri):
+        standby = self.serving.standby
+        if client is self.engine or (standby is not None and client is standby.client and standby.version == version):
+            return
+        if self.serving.version and self.serving.version.weights_uri == version.weights_uri:
             return
         serves = self.serving.version.version_id if self.serving.version else "nothing"
         raise EvergradError(
@@ -407,59 +433,45 @@ class Session:
 
     # -- start -----------------------------------------------------------------------------------------------------------
 
-    async def _model_folder(self) -> Path:
-        return await asyncio.to_thread(base_model, self.config.model)
+    @property
+    def _threads(self) -> int:
+        """Of each worker."""
+        return max(1, self.cores // 2) if self.config.placement.mode == "disaggregated" else self.cores
 
-    async def _start_workers(self, model: Path) -> None:
-        config, threads = self.config, self.cores
-        if config.placement.mode == "disaggregated":
-            threads = max(1, self.cores // 2)
-        trainer_config = TrainerConfig(
-            model=str(model),
-            threads=threads,
-            seed=config.seed,
-            critic=config.critic,
-            transfer=config.transfer,
-            **config.trainer.model_dump(),
-        )
-        replicas = config.placement.replicas
-        make = EngineMaker(
-            self.placement,
-            config.engine,
-            model,
-            max(1, threads // replicas),
-            config.seed,
-            config.trainer.lora.rank if config.transfer.adapter_only else None,
-            self.folder.path / "scratch",
-        )
-        self.engines = await self._exit.enter_async_context(
-            RolloutEngines(make, replicas, self._restarts, self._engine_is_replaceable, self.console.note)
-        )
-        self.console.note(f"starting {'engine' if replicas == 1 else f'{replicas} engines'} and trainer on {config.model}")
-        if config.engine.backend != "evergrad":
-            self.console.note(f"  {config.engine.backend} does not step in lockstep: this run will not repeat bit for bit")
-        trainer, _ = await asyncio.gather(
-            self.placement.start("trainer", "evergrad.training", trainer_config), self.engines.start()
-        )
-        self.trainer = await self._exit.enter_async_context(TrainerClient(trainer.base_url, trainer.token))
-        await self.engine.attach(await self.trainer.descriptor())
-        from transformers import AutoTokenizer
+    async def follow_base(self) -> None:
+        """Has the workers be on this cycle's base model; they are, unless it is another one than that of the cycle before."""
+        if self.workers.base == self.base:
+            return
+        with self.clock.phase("setup"):
+            await self._end_workers()
+            await self._start_workers()
+            await self._restore()
 
-        self.renderer = Renderer(AutoTokenizer.from_pretrained(model))
-        served = EngineConfig(model=str(model), threads=threads, seed=config.seed)
-        self.serving = await self._exit.enter_async_context(Serving(self.placement, served, self.registry, self.folder.path))
-        self.teachers = await self._exit.enter_async_context(
-            Teachers(self.placement, trainer_config, self.trainer, self.registry, self.folder.path)
+    async def _start_workers(self) -> None:
+        workers = Workers(
+            self.base,
+            self.config,
+            self._threads,
+            self.registry,
+            self.folder.path,
+            self._restarts,
+            tell_death=self.placement.report,
+            replaceable=self._engine_is_replaceable,
+            note=self.console.note,
         )
+        self.workers = await workers.__aenter__()
+
+    async def _end_workers(self) -> None:
+        if hasattr(self, "workers"):
+            await self.workers.__aexit__()
 
     def _engine_is_replaceable(self) -> bool:
         return self.recipe.rl.max_off_policy_steps > 0
 
     async def _restore(self) -> None:
-        """Brings trainer, engine and serving to the saved state."""
+        """Brings trainer and engine to the saved state."""
         state = self.state
         if state.checkpoint is not None:
             await self.trainer.load(str(self.folder.checkpoints / state.checkpoint))
         if state.policy_version > 0:
             await self._publish_as(state.policy_version)
-        await self.follow()

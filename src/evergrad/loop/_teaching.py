@@ -1,7 +1,8 @@
 """Teachers: models that grade the sampled tokens of a batch, between its rollouts and its update.
 
 Each is one more worker of the trainer's kind, which is only asked to score; the frozen reference of a LoRA needs none, for the
-trainer itself keeps it. A worker starts when a stage first needs it, and stays; one serves all versions of the run in turn.
+trainer itself keeps it. A worker starts when a stage first needs it, and stays; one serves all versions of the run that are on
+one base model in turn.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from evergrad.types import InputError, TrainingBatch
 _VERSIONS = "a version of the run"
 
 
-def scorer_of(config: RunConfig, cycle: int) -> DistillConfig | None:
+def scorer_of(config: RunConfig, cycle: int, arm: str | None = None) -> DistillConfig | None:
     """Who besides the policy scores what a cycle samples: its teacher; or for a loss with a KL term under full fine-tuning,
     which keeps no frozen reference, the version that the stage begins with; or nobody."""
-    rl = config.recipe(cycle).rl
+    rl = config.recipe(cycle, arm).rl
     if rl.distill is not None or config.trainer.method == "lora" or not rl.loss.build().needs_reference:
         return rl.distill
     return DistillConfig(version=f"{config.name}-c{cycle}-sft")
@@ -47,8 +48,10 @@ class Teachers:
         self._placement, self._student, self._trainer = placement, student, trainer
         self._registry, self._root = registry, root
         self._clients: dict[str, TrainerClient] = {}
-        self._version: str | None = None
-        """What the worker for versions of the run holds."""
+        self._holder = ""
+        """Name of the worker that was last started for a version of the run."""
+        self._versions: dict[str, str] = {}
+        """What each of these workers holds."""
 
     async def start(self, distill: DistillConfig) -> None:
         """Starts the teacher, if it is not there yet.
@@ -62,10 +65,12 @@ class Teachers:
             own: dict[str, Any] = {"model": str(base_model(distill.model)), "method": "full", "memory_gib": None}
             await self._worker(distill.model, own)
         elif distill.version is not None:
-            client = await self._worker(_VERSIONS, {})
-            if self._version != distill.version:
-                await client.reset(str(self._root / self._registry.get(distill.version).weights_uri))
-                self._version = distill.version
+            version = self._registry.get(distill.version)
+            self._holder = f"{_VERSIONS} on {version.base_model}"
+            client = await self._worker(self._holder, {"model": str(base_model(version.base_model))})
+            if self._versions.get(self._holder) != distill.version:
+                await client.reset(str(self._root / version.weights_uri))
+                self._versions[self._holder] = distill.version
 
     async def _worker(self, name: str, changes: Mapping[str, Any]) -> TrainerClient:
         if name not in self._clients:
@@ -79,7 +84,7 @@ class Teachers:
         samples = for_teacher(batch.samples)
         if distill.frozen:
             return taught(batch, await self._trainer.score(samples, reference=True))
-        return taught(batch, await self._clients[distill.model or _VERSIONS].score(samples))
+        return taught(batch, await self._clients[distill.model or self._holder].score(samples))
 
     async def __aenter__(self) -> Teachers:
         return self

@@ -31,7 +31,9 @@ from evergrad.ledger import Ledger
 from evergrad.loop._announcing import report_path, verdicts_before
 from evergrad.loop._folder import LoopState, read_state
 from evergrad.loop._scores import p_of_so_few, row_of, task_costs, task_seconds
+from evergrad.loop._turns import turns_on_record
 from evergrad.loop.certificate import (
+    base_models_of,
     code_hash,
     config_hash,
     folder_hash,
@@ -201,12 +203,14 @@ def _says(run: Path, content: Mapping[str, Any]) -> Told:
     recorded, plan, hashes = _recorded(run, content), plan_from_json(content["plan"]), content["hashes"]
     with Registry(run / "registry.sqlite") as registry:
         candidate = registry.get(recorded.candidate_id)
+        bases = base_models_of(candidate, registry.get(str(recorded.incumbent_id)))
     found = {
         **plain(statement(recorded, plan), "null"),
         "plan": recorded.evidence["plan_hash"],
         "suites": plan.suites,
         "reports": recorded.evidence["reports"],
         "merge": merge_of(candidate),
+        "base_models": bases if "base_models" in content else None,
         "weights": sorted(weighed(candidate, str(recorded.incumbent_id))),
         "recipe": candidate.recipe_hash,
         "price book": plan.price_book,
@@ -265,6 +269,8 @@ def _ruled_again(run: Path, content: Mapping[str, Any]) -> Told:
         anchor=reports["anchor"],
         costs=costs,
         latencies=latencies,
+        aim=plan.aim,
+        turns=turns_on_record(run, plan.candidate_id, plan.incumbent_id, plan.primary) if plan.aim == "cost" else None,
         history=history,
         plan=plan,
         audit=AuditConfig(**plan.audit) if plan.audit else None,

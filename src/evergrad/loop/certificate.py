@@ -41,7 +41,7 @@ _FREE_SETTINGS = ("budget", "sinks")
 
 _EFFECT = (
     *("n", "clusters", "wins", "losses", "score_before", "score_after", "delta", "se", "ci95", "interval"),
-    *("test", "p_value", "holdout", "series", "slices"),
+    *("test", "p_value", "holdout", "series", "slices", "aim", "non_inferiority", "saving"),
 )
 """Keys of a verdict's evidence that say what was found."""
 
@@ -55,6 +55,11 @@ def merge_of(candidate: ModelVersion) -> dict[str, Any] | None:
     if candidate.merged_id is None:
         return None
     return {"parent": candidate.parent_id, "other": candidate.merged_id, "share": candidate.metadata["merged_share"]}
+
+
+def base_models_of(candidate: ModelVersion, incumbent: ModelVersion) -> dict[str, str]:
+    """By id, the base models of the two versions that were compared."""
+    return {each.version_id: each.base_model for each in (candidate, incumbent)}
 
 
 def weighed(candidate: ModelVersion, incumbent_id: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from evergrad.config import Config, found_model, found_path, nearest
-from evergrad.evals import AuditConfig, CanaryConfig, GateConfig
+from evergrad.evals import BLOCKS, AuditConfig, CanaryConfig, GateConfig
 from evergrad.inference.backends import BackendConfig, require_servable
 from evergrad.ledger import NOTHING
 from evergrad.loop.distill import DistillConfig
@@ -278,6 +278,11 @@ class ArmConfig(RecipeConfig):
     word that ends in ``.txt`` or ``.md`` is the path of a file with the text."""
     merge: MergeConfig | None = None
     """Merges to try, such as ``{ shares = [0.5, 0.8] }``: an arm that has any trains nothing."""
+    base_model: str | None = None
+    """A smaller base model, named as ``model`` is: the arm trains it from its beginning, and its candidate is promoted when it
+    is no worse than what serves and a success costs less. Open while what serves is on a larger one."""
+
+    _found_base = field_validator("base_model")(found_model)
 
     @model_validator(mode="before")
     @classmethod
@@ -299,9 +304,15 @@ class ArmConfig(RecipeConfig):
     def _one_thing_alone(self) -> ArmConfig:
         recipe = self.warm_start.demonstrations or self.warm_start.replay or self.rl.steps
         has = [what for what, given in (("prompts", self.prompts), ("a merge", self.merge)) if given]
+        has += ["a base_model"] if has and self.base_model is not None else []
         if has and len(has) + bool(recipe) > 1:
             told = " and ".join([*has, *(["a recipe"] if recipe else [])])
             raise ValueError(f"arm '{self.name}' has {told}, so nobody could tell which of them helped; make an arm of each")
+        if self.base_model is not None and not (self.warm_start.demonstrations or self.rl.steps):
+            raise ValueError(
+                f"arm '{self.name}' has a base_model and trains nothing, so its candidate would know nothing of the task; set "
+                "warm_start.demonstrations, or rl.steps"
+            )
         return self
 
 
@@ -525,6 +536,34 @@ class RunConfig(Config):
                 )
 
     @model_validator(mode="after")
+    def _smaller_bases_can_be_ruled_on(self) -> RunConfig:
+        for arm in (each for each in self.arms if each.base_model is not None):
+            wants = f"arm '{arm.name}' tries another base_model"
+            if arm.base_model == self.model:
+                raise ValueError(f"{wants}, and '{arm.base_model}' is the run's own; name a smaller one, or leave it out")
+            if self.worth is None or not self.worth.usd_per_success:
+                raise ValueError(
+                    f"{wants} to save dollars, which are weighed against gains in score by what a success is worth; add a "
+                    "[worth] table with usd_per_success above 0, and attempts"
+                )
+            if self.gate.guard_margin is None:
+                raise ValueError(f"{wants}, which must be shown to be no worse by gate.guard_margin; set it, such as 0.05")
+            if self.gate.series == "e_lond":
+                raise ValueError(f"{wants}, and there is no e-value of a saving; set gate.series = 'saffron'")
+            if self.canary is not None:
+                raise ValueError(
+                    f"{wants}, and a canary compares versions on one base model only; leave the [canary] table or the arm out"
+                )
+            if self.engine.url is not None:
+                raise ValueError(f"{wants}, and the server at engine.url holds one model; leave engine.url or the arm out")
+            if self.eval.n < 2 * BLOCKS:
+                raise ValueError(
+                    f"{wants}, and the two versions take {BLOCKS} turns, each at two tasks or more: set eval.n to {2 * BLOCKS} "
+                    "at least"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _teachers_are_there(self) -> RunConfig:
         for recipe, first in (
             (self.learn, True),
@@ -558,6 +597,11 @@ class RunConfig(Config):
     def release_plan(self) -> CanaryConfig | None:
         """The canary, where there is live traffic that it can be judged by."""
         return self.canary if self.watch.requests else None
+
+    @property
+    def bases(self) -> list[str]:
+        """The base models that versions of this run may be on; its own comes first."""
+        return list(dict.fromkeys([self.model, *(arm.base_model for arm in self.arms if arm.base_model is not None)]))
 
     @property
     def recipes(self) -> list[RecipeConfig]:

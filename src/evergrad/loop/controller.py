@@ -225,6 +225,7 @@ async def _turn_cycles(session: Session) -> None:
         announced = _announcement(session)
         if announced:
             session.console.note(f"  {announced}")
+        await session.follow_base()
         decision = await stages[state.stage](session)
         deciding = state.stage is Stage.DECIDE
         session.enter(decision)

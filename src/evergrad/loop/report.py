@@ -11,8 +11,9 @@ Keys of the data (money in USD, time in seconds, scores between 0 and 1, an inte
     (``promoted`` or ``refused``; with a canary ``passed``, and when that has ended ``promoted`` or ``rolled back``),
     ``reasons``, ``usd`` (of this cycle until then), ``other_suites`` (name → ``{before, after}``: what must not be forgotten),
     ``arm`` (which way of getting better it tried), ``merge`` (``parent``, ``other``, ``share``; ``null`` where nothing was
-    merged), ``error_reduction`` (share of the errors that are gone), ``candidate``, ``incumbent``, ``evidence``, ``release``
-    (how the canary ended: ``share``, ``actor``, ``reason``, ``evidence``).
+    merged), ``aim`` (``score``, or ``cost`` where a smaller base model was tried), ``base_model``, ``saved_usd_per_attempt``
+    (by turns; ``null`` without any), ``error_reduction`` (share of the errors that are gone), ``candidate``, ``incumbent``,
+    ``evidence``, ``release`` (how the canary ended: ``share``, ``actor``, ``reason``, ``evidence``).
 ``cost``
     ``total_usd``, ``by_phase`` (name → USD, ``null`` when unpriced), ``by_cycle``, ``entries`` (their number), ``coverage``.
 ``budget``
@@ -351,6 +352,9 @@ def _tried(cycle: Data) -> str:
         return ""
     merge = cycle.get("merge")
     told = f": {percent(merge.get('share'))} of the way from {merge.get('parent')} to {merge.get('other')}" if merge else ""
+    if cycle.get("aim") == "cost":
+        ratio = ((cycle.get("evidence") or {}).get("saving") or {}).get("cost_per_success_ratio")
+        told = f": {cycle.get('base_model')}" + (f", a success costs × {ratio:.2f}" if ratio is not None else "")
     return f"<br><small>{_e(cycle['arm'])}{_e(told)}</small>"
 
 

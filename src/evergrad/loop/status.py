@@ -116,13 +116,14 @@ def _running(run: Path, state: LoopState) -> str:
 
 
 def _doing(config: RunConfig, state: LoopState) -> str:
-    recipe, version = config.recipe(state.cycle), f"{config.name}-c{state.cycle}"
+    recipe, version = config.recipe(state.cycle, state.arm), f"{config.name}-c{state.cycle}"
+    on = f" on {state.base_model}" if state.base_model not in ("", config.model) else ""
     return {
         Stage.DECIDE: "deciding whether this cycle trains",
-        Stage.WARM_START: f"supervised steps, {state.step} done and saved",
-        Stage.LEARN: f"reinforcement learning, {state.step} of up to {recipe.rl.steps} steps",
+        Stage.WARM_START: f"supervised steps{on}, {state.step} done and saved",
+        Stage.LEARN: f"reinforcement learning{on}, {state.step} of up to {recipe.rl.steps} steps",
         Stage.MERGE: f"merging weights {MergePlan(**state.merge).told}" if state.merge else "",
-        Stage.MEASURE: f"measuring the candidate {version} and what serves, on the same tasks",
+        Stage.MEASURE: f"measuring the candidate {version}{on} and what serves, on the same tasks",
         Stage.RELEASE: f"the canary of {version}",
         Stage.WATCH: f"watching live traffic, {config.watch.requests} requests a check",
         Stage.DONE: "nothing",

@@ -3,7 +3,15 @@
 Finds base models by name."""
 
 from evergrad.registry._moves import AliasEvent, RegistryError
-from evergrad.registry.base_models import ModelError, Progress, base_model, check_model_folder, default_cache, find_smollm2_gguf
+from evergrad.registry.base_models import (
+    ModelError,
+    Progress,
+    base_model,
+    check_model_folder,
+    default_cache,
+    find_smollm2_gguf,
+    parameter_count,
+)
 from evergrad.registry.releases import ReleaseEvent, Releases
 from evergrad.registry.store import Registry
 from evergrad.registry.tiny import make_tiny
@@ -21,4 +29,5 @@ __all__ = [
     "default_cache",
     "find_smollm2_gguf",
     "make_tiny",
+    "parameter_count",
 ]

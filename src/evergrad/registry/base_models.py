@@ -17,6 +17,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import secrets
 import shutil
@@ -111,24 +112,42 @@ def check_model_folder(folder: Path) -> None:
         raise ModelError("no end-of-sequence token", where=where, hint="set eos_token in tokenizer_config.json")
 
 
+def parameter_count(folder: Path) -> int:
+    """Parameters of the model in a checked folder, by the headers of its weights; tied ones count once.
+
+    Raises:
+        ModelError: weights are missing or broken.
+    """
+    count = 0
+    for path in (folder / name for name in _weight_files(folder)):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return count
+
+
 def _check_weights(folder: Path) -> None:
+    for name in _weight_files(folder):
+        path = folder / name
+        if not path.is_file():
+            raise ModelError(f"weights file {name} is missing", where=str(folder), hint="fetch the folder again")
+        _check_safetensors(path)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files with weights, as the folder promises them."""
     where = str(folder)
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    elif index.is_file():
+        return ["model.safetensors"]
+    if index.is_file():
         names = sorted(set(_read_json(index).get("weight_map", {}).values()))
         if not names:
             raise ModelError("model.safetensors.index.json names no files", where=where, hint="fetch the folder again")
-    elif any(folder.glob("pytorch_model*.bin")):
+        return names
+    if any(folder.glob("pytorch_model*.bin")):
         raise ModelError("weights are pickled, not safetensors", where=where, hint="save again: save_pretrained(folder)")
-    else:
-        raise ModelError("no weights", where=where, hint="put model.safetensors into the folder")
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            raise ModelError(f"weights file {name} is missing", where=where, hint="fetch the folder again")
-        _check_safetensors(path)
+    raise ModelError("no weights", where=where, hint="put model.safetensors into the folder")
 
 
 def _check_safetensors(path: Path) -> None:

@@ -75,7 +75,8 @@ async def _serve(run: Path, alias: str, version: ModelVersion, port: int, redact
     behind = 0 if redact is not None else port
     with contextlib.ExitStack() as stack:
         registry = stack.enter_context(open_registry(run))
-        async with engine_on(run, version, _names(alias, version), port=behind) as engine:
+        several = len(_bases(run, registry)) > 1
+        async with engine_on(run, version, _names(alias, version), port=behind, several_bases=several) as engine:
             follower = _Follower(run, alias, served, engine, registry)
             tasks = {
                 asyncio.create_task(engine.placement.watch(), name="watch the engine"),
@@ -203,6 +204,16 @@ def _first_request(run: Path) -> Sequence[Message]:
         return Taskset(environment["name"], deployed or environment.get("settings", {})).tasks("train", 1)[0].prompt
     except (EvergradError, OSError, ValueError, LookupError, TypeError):
         return (Message("user", "Hello"),)
+
+
+def _bases(run: Path, registry: Registry) -> set[str]:
+    """The base models of the run's versions, by now and later: its own, and those that arms try."""
+    config = run_config(run)
+    return {
+        str(config["model"]),
+        *(str(arm["base_model"]) for arm in config.get("arms", ()) if "base_model" in arm),
+        *(version.base_model for version in registry.list()),
+    }
 
 
 def _names(alias: str, version: ModelVersion) -> tuple[str, str]:

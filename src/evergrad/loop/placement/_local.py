@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Worker:
     """Bytes in the log before this process wrote to it: earlier ones are not asked for its last words."""
     illness: str = ""
     """Why it was ended although it had not died by itself."""
+    dismissed: bool = False
+    """Whether its end was asked for."""
 
     async def died(self) -> WorkerDied:
         """Waits for the end of the process and says why it ended, with the last lines of its log."""
@@ -60,26 +63,31 @@ class Worker:
         cause = self.illness or (f"signal {-code}" if code < 0 else f"exit code {code}")
         return WorkerDied(f"{self.name} died ({cause}): {_tail(self.log_path, self.log_start)}", where=str(self.log_path))
 
-    async def stop(self) -> None:
-        """Ends the process: asked first, killed after five seconds."""
+    async def stop(self, within_s: float = STOP_TIMEOUT_S) -> None:
+        """Ends the process: asked first, killed after ``within_s`` seconds."""
         if self.process.returncode is not None:
             return
-        self.process.terminate()
-        try:
-            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
+        self.dismissed = True
+        with suppress(ProcessLookupError):  # it may end at any moment, this one included
+            self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), within_s)
+            except TimeoutError:
+                self.process.kill()
+        await self.process.wait()
 
 
 class LocalPlacement:
     """Starts workers, notices their deaths, stops them all. Use as an async context manager.
 
     A worker whose ``/health`` has said ``failing`` or nothing at all for ``stuck_after_s`` is killed, and counts as dead.
+
+    Args:
+        tell_death: Told of deaths in place of :meth:`watch`.
     """
 
-    def __init__(self, logs: Path, stuck_after_s: float = 60.0) -> None:
-        self._logs, self._stuck_after_s = logs, stuck_after_s
+    def __init__(self, logs: Path, stuck_after_s: float = 60.0, tell_death: Callable[[Exception], None] | None = None) -> None:
+        self._logs, self._stuck_after_s, self._tell_death = logs, stuck_after_s, tell_death
         self._workers: list[Worker] = []
         self._deaths: list[Exception] = []
         self._death = asyncio.Event()
@@ -149,12 +157,17 @@ class LocalPlacement:
         raise self._deaths[0]
 
     def report(self, error: Exception) -> None:
-        """Has :meth:`watch` raise it."""
+        """Has :meth:`watch` raise it, or tells whoever is told of deaths."""
+        if self._tell_death is not None:
+            self._tell_death(error)
+            return
         self._deaths.append(error)
         self._death.set()
 
     async def _report_death(self, worker: Worker, tell: Callable[[WorkerDied], None]) -> None:
-        tell(await worker.died())
+        death = await worker.died()
+        if not worker.dismissed:
+            tell(death)
 
     async def _end_when_stuck(self, worker: Worker) -> None:
         # Looks are counted, not seconds: a machine that slept finds its workers as they were.
