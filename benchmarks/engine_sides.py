@@ -61,7 +61,7 @@ class Server:
     def counters(self) -> dict[str, int]:
         """What this engine has counted since its start: steps, tokens drawn, computed, guessed, guesses kept."""
         with urllib.request.urlopen(f"{self.client.base_url}/metrics", timeout=5) as answer:
-            found = re.findall(r"^evergrad_engine_(\w+)_total (\d+)$", answer.read().decode(), re.MULTILINE)
+            found = re.findall(r"^evergrad_engine_(\w+)_total (\d+)(?:\.0)?$", answer.read().decode(), re.MULTILINE)
         return {name: int(value) for name, value in found}
 
     def peak_rss_mb(self) -> float:
