@@ -97,7 +97,7 @@ def version_of(name: str, weights: str, system_prompt: str = "") -> ModelVersion
 class Loop:
     """As much of a session as DECIDE needs."""
 
-    distrust, convict, known = Session.distrust, Session.convict, Session.known
+    base, distrust, convict, known = Session.base, Session.distrust, Session.convict, Session.known
 
     def __init__(self, *, mean: float, kinds: list[str], **config: Any) -> None:
         self.config = RunConfig.model_validate({"environment": {"name": str(LETTERS)}, **config})
