@@ -147,7 +147,7 @@ async def test_a_saturated_suite_is_retired_unless_the_world_says_otherwise(
 
 def cycle_of(arm: str | None, gain: float, usd: float | None, verdict: str = "promoted") -> dict[str, Any]:
     scores = {"score_before": 0.4, "score_after": 0.4 + gain}
-    return {"arm": arm, "suite": "letters@v1#1", "candidate": "t-c1-rl", **scores, "usd": usd, "verdict": verdict}
+    return {"cycle": 1, "arm": arm, "suite": "letters@v1#1", "candidate": "t-c1-rl", **scores, "usd": usd, "verdict": verdict}
 
 
 async def test_a_cycle_takes_the_arm_with_the_best_prospect() -> None:
