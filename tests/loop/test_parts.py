@@ -683,7 +683,7 @@ async def test_a_version_that_is_not_what_was_trained_leaves_the_old_one_serving
         registry.promote("production", "old", bootstrap=True)
         placement: Any = None
         config: Any = None
-        serving = Serving(placement, config, registry, tmp_path)
+        serving = Serving(placement, config, registry, tmp_path, lambda told: None)
         engine: Any = _Engine({"old": [-1.0, -2.0], "damaged": [-1.0, -9.0]})
         serving._client = engine
         await serving.follow()

@@ -256,7 +256,8 @@ def run(written: Path, start: Start) -> Path:
     """The folder of the run that nobody disturbs, filled by the first test that needs it."""
     folder = written.parent / "alone"
     if not folder.exists():
-        finish(start("run", str(written), "--run-dir", str(folder)))
+        told = finish(start("run", str(written), "--run-dir", str(folder)))
+        (folder / "told.txt").write_text(told)
     return folder
 
 
@@ -289,6 +290,8 @@ def test_what_is_no_worse_and_cheaper_is_promoted_and_trained_on(run: Path) -> N
         assert registry.resolve("production") == "t-c4-rl"
     live = [json.loads(line) for line in (run / "rollouts" / "live-004-000.jsonl").open()]
     assert [each["reward"] for each in live] == [1.0] * 8
+    addresses = re.findall(r"what serves answers at (http://[\d.:]+)/v1", (run / "told.txt").read_text())
+    assert len(set(addresses)) == len(addresses) == 2, "whoever asks the run learns that another engine answers"
 
 
 @pytest.mark.slow

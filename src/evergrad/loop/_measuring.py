@@ -163,8 +163,6 @@ async def introduce(session: Session, version: ModelVersion) -> None:
     session.registry.promote(PRODUCTION, version.version_id, bootstrap=True, actor="loop")
     session.state.serving = version.version_id
     session.event(f"{version.version_id} serves as the first version")
-    # Not on the timeline: the report outlives the engine.
-    session.console.note(f"  at {session.serving.client.base_url}/v1 while this run goes on")
     await report_for(session, version, session.state.deployed, session.serving.client)
 
 

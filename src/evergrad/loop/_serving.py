@@ -62,10 +62,18 @@ class Serving:
     Args:
         config: Of each engine, whose ``model`` is that of the version.
         root: The run folder.
+        note: Tells the user where an engine that begins to serve answers.
     """
 
-    def __init__(self, placement: LocalPlacement, config: EngineConfig, registry: Registry, root: Path) -> None:
-        self._placement, self._config, self._registry, self._root = placement, config, registry, root
+    def __init__(
+        self,
+        placement: LocalPlacement,
+        config: EngineConfig,
+        registry: Registry,
+        root: Path,
+        note: Callable[[str], None],
+    ) -> None:
+        self._placement, self._config, self._registry, self._root, self._note = placement, config, registry, root, note
         self._client: EngineClient | None = None
         self._worker: Worker | None = None
         self.version: ModelVersion | None = None
@@ -95,6 +103,7 @@ class Serving:
         if self._client is None:
             self._worker = await self._start("serving", version)
             self._client = EngineClient(self._worker.base_url, self._worker.token)
+            self._tell_address()
         await self._load(version)
         try:
             await require_probe(version.metadata.get("probe"), self._client, f"serving {version.version_id}")
@@ -114,6 +123,7 @@ class Serving:
         await self._load(version, standby.client)
         before, worker = self._client, self._worker
         self._client, self._worker, self.version, self.standby = standby.client, standby.worker, version, None
+        self._tell_address()
         if before is not None and worker is not None:
             await before.close()
             await worker.stop()
@@ -146,6 +156,9 @@ class Serving:
         model = await asyncio.to_thread(base_model, version.base_model)
         config = self._config.model_copy(update={"model": str(model), "awaits_weights": name == "candidate"})
         return await self._placement.start(name, "evergrad.inference", config, on_death=on_death)
+
+    def _tell_address(self) -> None:
+        self._note(f"  what serves answers at {self.client.base_url}/v1 while this run goes on")
 
     async def end_standby(self) -> None:
         """Ends the second engine, if there is one."""
