@@ -206,8 +206,6 @@ class RunFolder:
 
 _ANEW = "put back a copy of this file, or choose another --run-dir to start anew"
 _OTHER = "go on with the version that wrote it, or choose another --run-dir to start anew"
-_GONE = ("customers_live",)
-"""Keys that an earlier version wrote, and of which nothing is lost: what took their place counts anew."""
 
 
 def _require_same_recipe(before: Mapping[str, Any], now: Mapping[str, Any], changed: set[str], path: Path) -> None:
@@ -284,8 +282,6 @@ def read_state(path: Path) -> LoopState:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or not {"cycle", "stage"} <= data.keys():
             raise EvergradError("the saved state cannot be read: no cycle and stage in it", where=str(path), hint=_ANEW)
-        for key in _GONE:
-            data.pop(key, None)
         if unknown := sorted(data.keys() - LoopState.__dataclass_fields__.keys()):
             what = f"the saved state cannot be read: another version of Evergrad wrote it, which knew '{unknown[0]}'"
             raise EvergradError(what, where=str(path), hint=_OTHER)
